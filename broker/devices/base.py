@@ -1,0 +1,165 @@
+"""What the broker, a loader and an engine need of a device, and nothing else.
+
+A device is one place weights can live: one GPU, one MIG slice, or the simulated device. The same
+class serves all three kinds of process; which methods are called tells them apart:
+
+    broker   create → freeze (at seal) → the descriptors are handed out → os.close
+    loader   open_writer → staging buffers → close                  (before seal)
+    engine   map(writable=False) → address → Mapping.close
+
+No method here may be called on the broker's loop: each may block in the driver.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+PIECE_BYTES = 1 << 20
+"""Capacity of one staging buffer: small enough that the digest reads it from the cache."""
+
+
+class DeviceError(Exception):
+    """A device call failed. The message names the call, the driver's own words and the device."""
+
+
+class DeviceOutOfMemory(DeviceError):
+    """The device has not got the bytes; nothing was allocated."""
+
+
+class StillMappedWritable(DeviceError):
+    """`freeze` found that somebody can still write; nothing changed, try again after they let go."""
+
+
+@dataclass(frozen=True)
+class DeviceProperties:
+    """What `status` and `hello` say about a device. Sizes in bytes."""
+
+    uuid: str
+    name: str
+    platform: str
+    """"cuda", "rocm" or "simulated"."""
+    granularity: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`nbytes` from `start` in a staging buffer belong at `offset` in the slab."""
+
+    start: int
+    nbytes: int
+    offset: int
+
+
+class Mapping(ABC):
+    """Slab memory mapped into this process. `close` is idempotent and waits for the device.
+
+    Never unmapped by a destructor: whoever hands out the address decides when nobody uses it.
+    """
+
+    address: int
+    nbytes: int
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class StagingBuffer(ABC):
+    """Host memory of `PIECE_BYTES` to read a piece of a file into."""
+
+    view: memoryview
+    """Writable, format "B"."""
+
+
+class SlabWriter(ABC):
+    """Fills a slab through a small ring of staging buffers. Usable from several threads at once.
+
+    Never holds more host memory than its ring, whatever the slab's size.
+    """
+
+    @abstractmethod
+    def buffer(self) -> StagingBuffer:
+        """A free buffer of the ring; blocks until one is free."""
+
+    @abstractmethod
+    def submit(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> None:
+        """Copy the segments into the slab and give the buffer back to the ring (also on error).
+
+        May return before the bytes have arrived; they have when `close` returns. An empty sequence
+        only gives the buffer back.
+
+        Raises:
+            DeviceOutOfMemory, DeviceError: the copy failed; the slab's contents are undefined.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait until every byte has arrived and unmap the slab. Idempotent."""
+
+    def __enter__(self) -> SlabWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Device(ABC):
+    """One device, named by its UUID."""
+
+    properties: DeviceProperties
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """Bytes free at this moment, needing no context on a GPU."""
+
+    @abstractmethod
+    def create(self, nbytes: int) -> int:
+        """A new slab of `nbytes` (a positive multiple of the granularity): its descriptor.
+
+        The caller owns the descriptor (close-on-exec). The memory lives until the last descriptor,
+        in any process, is closed and the last mapping is gone. Contents are undefined.
+
+        Raises:
+            DeviceOutOfMemory: not enough memory, also after waiting for a dead process's.
+            DeviceError: anything else.
+        """
+
+    @abstractmethod
+    def freeze(self, descriptor: int) -> int:
+        """Make the slab immutable as far as the device can; a new descriptor for readers.
+
+        The caller owns both descriptors afterwards.
+
+        Raises:
+            StillMappedWritable: somebody still maps it writable (where the device can tell).
+        """
+
+    @abstractmethod
+    def map(self, descriptor: int, nbytes: int, *, writable: bool) -> Mapping:
+        """Map a slab; the descriptor may be closed afterwards. Read-only unless `writable`.
+
+        Raises:
+            DeviceError: the descriptor is not a slab of this device or not of at least `nbytes`
+                (checked before mapping: a short one must never become SIGBUS).
+        """
+
+    @abstractmethod
+    def open_writer(self, descriptor: int, nbytes: int, *, buffers: int) -> SlabWriter:
+        """A writer with a ring of `buffers` staging buffers. Borrows the descriptor."""
+
+
+def check_slab_size(nbytes: int, properties: DeviceProperties) -> None:
+    """Raise `DeviceError` unless `nbytes` is a size `create` may be asked for."""
+    if nbytes <= 0 or nbytes % properties.granularity:
+        raise DeviceError(
+            f"create({nbytes}) on {properties.uuid}: a slab is a positive multiple of "
+            f"{properties.granularity} bytes"
+        )

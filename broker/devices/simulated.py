@@ -1,0 +1,187 @@
+"""A device whose memory is the host's: sealed memfds instead of driver allocations.
+
+For trying the product out and for tests; it must be asked for by name and is never chosen
+automatically. Descriptors, read-only mappings and life cycle are those of a GPU; `F_SEAL_WRITE` at
+`freeze` even proves that the writer has let go (the kernel answers EBUSY while it has not), which a
+GPU driver cannot.
+
+Slabs are not preallocated: pages that are written through the descriptor need no zeroing and no
+fault, which makes a load 1.5 to 3 times faster, and running out of memory is a clean ENOSPC there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import queue
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from broker.devices.base import (
+    PIECE_BYTES,
+    Device,
+    DeviceError,
+    DeviceOutOfMemory,
+    DeviceProperties,
+    Mapping,
+    Segment,
+    SlabWriter,
+    StagingBuffer,
+    StillMappedWritable,
+    check_slab_size,
+)
+
+UUID = "SIM-0"
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_MADV_DONTFORK = 10  # linux/mman.h
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class SimulatedDevice(Device):
+    """The one simulated device of a node. Needs Linux and no GPU."""
+
+    def __init__(self) -> None:
+        self.properties = DeviceProperties(
+            uuid=UUID,
+            name="simulated device (host memory)",
+            platform="simulated",
+            granularity=mmap.PAGESIZE,
+            total_bytes=_meminfo("MemTotal"),
+        )
+
+    def free_bytes(self) -> int:
+        return _meminfo("MemAvailable")
+
+    def create(self, nbytes: int) -> int:
+        check_slab_size(nbytes, self.properties)
+        descriptor = os.memfd_create("weight-broker-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, nbytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS)
+        except OSError as error:
+            os.close(descriptor)
+            raise _translated("create", error) from error
+        return descriptor
+
+    def freeze(self, descriptor: int) -> int:
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
+        except OSError as error:
+            if error.errno == errno.EBUSY:
+                raise StillMappedWritable("freeze: the slab is still mapped writable") from error
+            raise _translated("freeze", error) from error
+        # A descriptor opened for writing cannot be mapped shared any more, not even read-only.
+        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def map(self, descriptor: int, nbytes: int, *, writable: bool) -> Mapping:
+        _check_slab(descriptor, nbytes)
+        return HostMapping(descriptor, nbytes, writable=writable)
+
+    def open_writer(self, descriptor: int, nbytes: int, *, buffers: int) -> SlabWriter:
+        _check_slab(descriptor, nbytes)
+        return _DescriptorWriter(descriptor, buffers)
+
+
+class HostMapping(Mapping):
+    """A shared mapping that forked children do not inherit."""
+
+    def __init__(self, descriptor: int, nbytes: int, *, writable: bool) -> None:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, descriptor, 0)
+        if address == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise _translated("map", OSError(code, os.strerror(code)))
+        self.address = address
+        self.nbytes = nbytes
+        self._lock = threading.Lock()
+        self._open = True
+        _libc.madvise(address, nbytes, _MADV_DONTFORK)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._open:
+                self._open = False
+                _libc.munmap(self.address, self.nbytes)
+
+
+class _HostBuffer(StagingBuffer):
+    def __init__(self) -> None:
+        self.view = memoryview(mmap.mmap(-1, PIECE_BYTES))
+
+
+class _DescriptorWriter(SlabWriter):
+    """Writes through the descriptor, so that nothing is ever mapped writable."""
+
+    def __init__(self, descriptor: int, buffers: int) -> None:
+        self._descriptor = descriptor
+        self._free: queue.SimpleQueue[_HostBuffer] = queue.SimpleQueue()
+        for _ in range(buffers):
+            self._free.put(_HostBuffer())
+
+    def buffer(self) -> StagingBuffer:
+        return self._free.get()
+
+    def submit(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> None:
+        assert isinstance(buffer, _HostBuffer)  # noqa: S101 - our own ring
+        try:
+            for segment in segments:
+                self._write(buffer.view[segment.start : segment.start + segment.nbytes], segment)
+        finally:
+            self._free.put(buffer)
+
+    def _write(self, data: memoryview, segment: Segment) -> None:
+        offset = segment.offset
+        while data:
+            try:
+                written = os.pwrite(self._descriptor, data, offset)
+            except OSError as error:
+                raise _translated("write", error) from error
+            data, offset = data[written:], offset + written
+
+    def close(self) -> None:
+        """Nothing is mapped and every write has arrived when it returned."""
+
+
+def _check_slab(descriptor: int, nbytes: int) -> None:
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        size = os.fstat(descriptor).st_size
+    except OSError as error:
+        raise DeviceError(f"map on {UUID}: the descriptor is not a slab ({error})") from error
+    if seals & _SIZE_SEALS != _SIZE_SEALS:
+        raise DeviceError(f"map on {UUID}: the slab's size is not sealed, so it could be cut short")
+    if size < nbytes:
+        raise DeviceError(f"map on {UUID}: the slab has {size} bytes, {nbytes} were announced")
+
+
+def _translated(call: str, error: OSError) -> DeviceError:
+    sentence = f"{call} on {UUID}: {error.strerror}"
+    if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT):
+        return DeviceOutOfMemory(sentence)
+    return DeviceError(sentence)
+
+
+def _meminfo(field: str) -> int:
+    """Bytes of a /proc/meminfo line (proc(5): the file's unit "kB" is 1024 bytes)."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return int(value.split()[0]) * 1024
+    raise DeviceError(f"/proc/meminfo has no line {field}")
