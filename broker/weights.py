@@ -195,9 +195,7 @@ def _validate_group(group: TensorGroup, nbytes: int) -> int:
     return extent
 
 
-def _validate_aliased(
-    group: TensorGroup, extent: int, aliased: dict[str, AliasGroup]
-) -> list[int]:
+def _validate_aliased(group: TensorGroup, extent: int, aliased: dict[str, AliasGroup]) -> list[int]:
     """The offsets of the tensors with a storage of their own; the others lie inside their group."""
     own = []
     for name, offset in zip(group.names, group.offsets, strict=True):

@@ -30,7 +30,7 @@ class DeviceOutOfMemory(DeviceError):
 
 
 class StillMappedWritable(DeviceError):
-    """`freeze` found that somebody can still write; nothing changed, try again after they let go."""
+    """`freeze` found that somebody can still write; nothing changed, try again later."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,446 @@
+"""What travels between engine and broker: frames, messages, limits. Imports no zmq and no torch.
+
+**Conversation** (ZeroMQ). A request is `[*envelope, operation, payload]`, a reply
+`[*envelope, status, payload]`; the broker returns the envelope untouched. Ours is a fresh request
+id and an empty delimiter; a peer that sends no envelope gets none. `operation` and `status` are
+short ASCII words. The payload of a request and of the statuses `ok`, `progress`, `event` is msgpack
+for exactly one struct below; the payload of every other status is UTF-8 text (errors.py). `ping`
+and `status` take an empty payload.
+
+**Session** (Unix socket, SOCK_SEQPACKET). Each packet is one msgpack struct of the `Session…` union
+below, with the descriptors it announces beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+
+from broker.errors import BadRequest, UnknownOperation
+from broker.weights import WeightKey
+
+PROTOCOL = 1
+"""Raised when a message changes its meaning; `hello` refuses any other number."""
+
+MAX_FRAME_BYTES = 256 * 1024
+"""Largest payload either way (DESIGN section 3)."""
+MAX_ENVELOPE_FRAMES = 8
+MAX_ENVELOPE_FRAME_BYTES = 256
+MAX_WORD_BYTES = 32
+MAX_SESSION_PACKET_BYTES = 64 * 1024
+MAX_NAME_BYTES = 256
+"""Names of sets, leases, layouts: what a person or an engine may make up."""
+MAX_FILES = 4096
+"""Files of one checkpoint (the largest published ones have under 300)."""
+
+OK = "ok"
+PROGRESS = "progress"
+EVENT = "event"
+
+
+class Frames(NamedTuple):
+    """One request, its envelope apart. Nothing of the payload is decoded yet."""
+
+    envelope: tuple[bytes, ...]
+    operation: str
+    payload: bytes
+
+
+def split_request(frames: list[bytes]) -> Frames:
+    """Take a request's frames apart (routing id already removed).
+
+    Raises:
+        BadRequest: too few or too many frames, a frame too large, an operation that is no word.
+    """
+    if len(frames) < 2:
+        raise BadRequest("a request has at least two frames: operation and payload")
+    if len(frames) > MAX_ENVELOPE_FRAMES + 2:
+        raise BadRequest(
+            f"a request may have {MAX_ENVELOPE_FRAMES + 2} frames at most, this one had more"
+        )
+    *envelope, word, payload = frames
+    if any(len(frame) > MAX_ENVELOPE_FRAME_BYTES for frame in envelope):
+        raise BadRequest(f"an envelope frame may have {MAX_ENVELOPE_FRAME_BYTES} bytes at most")
+    if len(payload) > MAX_FRAME_BYTES:
+        raise BadRequest(f"a payload may have {MAX_FRAME_BYTES} bytes at most")
+    return Frames(tuple(envelope), _word(word), payload)
+
+
+def envelope_of(frames: list[bytes]) -> tuple[bytes, ...]:
+    """The envelope to answer a malformed request with: its own if it can have been one."""
+    envelope = tuple(frames[:-2])
+    fits = len(envelope) <= MAX_ENVELOPE_FRAMES and all(
+        len(frame) <= MAX_ENVELOPE_FRAME_BYTES for frame in envelope
+    )
+    return envelope if fits else ()
+
+
+def _word(frame: bytes) -> str:
+    if len(frame) > MAX_WORD_BYTES or not frame.isascii():
+        raise BadRequest(f"the operation must be an ASCII word of {MAX_WORD_BYTES} bytes at most")
+    return frame.decode("ascii")
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of everything that travels: immutable, unknown fields refused."""
+
+
+# --- what a checkpoint is, to the broker -----------------------------------------------------
+
+
+class FileStamp(Message, array_like=True, frozen=True):
+    """What the kernel says of one file, and BLAKE3 of its header (of all of a small file)."""
+
+    name: str
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    header_digest: str
+
+
+class Source(Message, frozen=True):
+    """A checkpoint an engine can show the folder of. The broker itself never opens it."""
+
+    path: str
+    """As the engine sees it; for messages only."""
+    only: str | None
+    """The one file meant, or None for the whole folder."""
+    files: list[FileStamp]
+    fingerprint: str
+    """Equal for checkpoints that may have equal bytes: sizes and headers, no names, no times."""
+
+
+class Demand(Message, frozen=True):
+    """What an engine asks for; `None` leaves a field open. Checked against the set's key."""
+
+    device: str
+    name: str | None = None
+    checkpoint: str | None = None
+    dtype: str | None = None
+    layout: dict[str, int] | None = None
+    format: str | None = None
+    quantization: str | None = None
+    generation: str | None = None
+
+
+# --- requests ---------------------------------------------------------------------------------
+
+
+class Ping(Message, frozen=True):
+    pass
+
+
+class Status(Message, frozen=True):
+    pass
+
+
+class Shutdown(Message, frozen=True):
+    force: bool = False
+
+
+class Hello(Message, frozen=True):
+    token: bytes
+    protocol: int
+    platform: str
+    """"cuda", "rocm" or "simulated": must be the broker's."""
+    label: str = ""
+    """For status: what the engine calls itself."""
+
+
+class Acquire(Message, frozen=True):
+    lease: str
+    demand: Demand
+    source: Source | None = None
+
+
+class Claim(Message, frozen=True):
+    """`willing`: if another holds the claim and dies, this request may inherit it."""
+
+    lease: str
+    key: WeightKey
+    willing: bool = True
+    generation: str | None = None
+
+
+class Resolve(Message, frozen=True):
+    """A loader found out whose bytes it is about to load: are they resident already?"""
+
+    claim: str
+    checkpoint: str
+    files: list[FileStamp]
+
+
+class Reserve(Message, frozen=True):
+    """The manifest's descriptor has gone before, on the session socket, under this request's id."""
+
+    claim: str
+    nbytes: int
+    tensors: int
+    dtype: str
+    quantization: str = ""
+
+
+class Seal(Message, frozen=True):
+    claim: str
+    checkpoint: str
+    files: list[FileStamp] = []
+
+
+class Abandon(Message, frozen=True):
+    """`status` and `payload` are an error as errors.py writes it; the waiters get it."""
+
+    claim: str
+    status: str
+    payload: str
+
+
+class Report(Message, frozen=True):
+    claim: str
+    stage: str
+    done: int
+    total: int
+
+
+class Release(Message, frozen=True):
+    lease: str
+
+
+class Cancel(Message, frozen=True):
+    request: bytes
+    """The request id (first envelope frame) of a waiting request of the same session."""
+
+
+class Evict(Message, frozen=True):
+    set: str
+    """A set's id as `status` prints it ("7"), its name, or its checkpoint identity."""
+
+
+REQUESTS: dict[str, type[Message]] = {
+    "ping": Ping,
+    "status": Status,
+    "shutdown": Shutdown,
+    "hello": Hello,
+    "acquire": Acquire,
+    "claim": Claim,
+    "resolve": Resolve,
+    "reserve": Reserve,
+    "seal": Seal,
+    "abandon": Abandon,
+    "report": Report,
+    "release": Release,
+    "cancel": Cancel,
+    "evict": Evict,
+}
+
+SESSIONLESS = frozenset({"ping", "status"})
+"""Operations a peer may use without `hello`; their payload is empty."""
+
+
+# --- replies ----------------------------------------------------------------------------------
+
+
+class Pong(Message, frozen=True):
+    protocol: int
+    epoch: str
+    pid: int
+    loop_age_ms: float
+    """Milliseconds since the loop's last turn began."""
+
+
+class Welcomed(Message, frozen=True):
+    session: int
+    epoch: str
+    devices: list[str]
+
+
+class Granted(Message, frozen=True):
+    """A lease. The descriptors come with `attach` on the session socket."""
+
+    lease: str
+    set: int
+    key: WeightKey
+    generation: str | None
+    nbytes: int
+    tensors: int
+    how: str
+    """"resident" (it was there), "shared" (waited for another's load), "loaded" or "hashed"."""
+
+
+class Claimed(Message, frozen=True):
+    """The right to write: `reserve`, fill, `seal` or `abandon`, all under this claim's id."""
+
+    claim: str
+
+
+class Resolved(Message, frozen=True):
+    resident: bool
+    """True: the bytes are here already, everybody was served, the claim is over."""
+
+
+class Reserved(Message, frozen=True):
+    claim: str
+    nbytes: int
+
+
+class Sealed(Message, frozen=True):
+    set: int
+    checkpoint: str
+    generation: str | None
+    resident: bool
+    """True: another set held the same bytes already; this slab was discarded for that one."""
+
+
+class Done(Message, frozen=True):
+    pass
+
+
+class Evicted(Message, frozen=True):
+    sets: list[int]
+    draining: list[int]
+    """Of these, sets still leased: freed when their last lease ends."""
+
+
+class Progress(Message, frozen=True):
+    stage: str
+    done: int
+    total: int
+
+
+class Event(Message, frozen=True):
+    event: str
+    detail: dict[str, Any] = {}
+
+
+# --- session packets --------------------------------------------------------------------------
+
+
+class SessionMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    """Base of the packets on the session socket."""
+
+
+class Welcome(SessionMessage, tag="welcome", frozen=True):
+    """Broker to engine, first packet."""
+
+    session: int
+    token: bytes
+    epoch: str
+    protocol: int = PROTOCOL
+
+
+class Refused(SessionMessage, tag="refused", frozen=True):
+    """Broker to engine instead of `Welcome` or `Attached`: an error as errors.py writes it."""
+
+    lease: str
+    status: str
+    payload: str
+
+
+class Attach(SessionMessage, tag="attach", frozen=True):
+    """Engine to broker: deliver the descriptors of a granted lease, or of a claim's slab."""
+
+    lease: str
+
+
+class Attached(SessionMessage, tag="attached", frozen=True):
+    """Broker to engine, with the slab's descriptor and, for a lease, the manifest's."""
+
+    lease: str
+    nbytes: int
+    epoch: str
+
+
+class Deliver(SessionMessage, tag="deliver", frozen=True):
+    """Engine to broker, with one descriptor that the request of this id is about.
+
+    `what` is "source" (an `acquire`: the checkpoint's folder) or "manifest" (a `reserve`).
+    """
+
+    request: bytes
+    what: str
+
+
+ToBroker: TypeAlias = Attach | Deliver
+ToEngine: TypeAlias = Welcome | Refused | Attached
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
+    operation: msgspec.msgpack.Decoder(struct) for operation, struct in REQUESTS.items()
+}
+_to_broker = msgspec.msgpack.Decoder(ToBroker)
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_request(operation: str, payload: bytes) -> Message:
+    """The request's struct.
+
+    Raises:
+        UnknownOperation, BadRequest.
+    """
+    decoder = _decoders.get(operation)
+    if decoder is None:
+        known = ", ".join(sorted(REQUESTS))
+        raise UnknownOperation(f"there is no operation {operation!r}; known are {known}")
+    if operation in SESSIONLESS:
+        if payload:
+            raise BadRequest(f"{operation} takes an empty payload")
+        return REQUESTS[operation]()
+    try:
+        message: Message = decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"the payload of {operation} cannot be decoded: {error}") from error
+    _check_names(operation, message)
+    return message
+
+
+def _check_names(operation: str, message: Message) -> None:
+    for field in ("lease", "claim", "set"):
+        name = getattr(message, field, None)
+        if name is not None and not is_name(name):
+            raise BadRequest(
+                f"{operation}: {field} must be a printable name of 1 to {MAX_NAME_BYTES} bytes"
+            )
+    described = getattr(message, "source", None) or message
+    if len(getattr(described, "files", ())) > MAX_FILES:
+        raise BadRequest(f"{operation}: a checkpoint may have {MAX_FILES} files at most")
+
+
+def is_name(text: str) -> bool:
+    return 0 < len(text) <= MAX_NAME_BYTES and text.isprintable()
+
+
+def decode_to_broker(packet: bytes) -> ToBroker:
+    """Raises `BadRequest` for anything but a packet an engine may send."""
+    message: ToBroker = _decode_packet(_to_broker, packet)
+    return message
+
+
+def decode_to_engine(packet: bytes) -> ToEngine:
+    """Raises `BadRequest` for anything but a packet the broker may send."""
+    message: ToEngine = _decode_packet(_to_engine, packet)
+    return message
+
+
+def _decode_packet(decoder: msgspec.msgpack.Decoder[Any], packet: bytes) -> Any:
+    try:
+        return decoder.decode(packet)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"a session packet cannot be decoded: {error}") from error
+
+
+def decode_reply(kind: type[msgspec.Struct], payload: bytes) -> Any:
+    """Client side: the struct of an `ok`, `progress` or `event` payload, as `kind`.
+
+    Raises:
+        BadRequest: the broker sent something else (a broker of another version, or not a broker).
+    """
+    try:
+        return msgspec.msgpack.decode(payload, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"the reply is not a {kind.__name__}: {error}") from error
