@@ -209,8 +209,9 @@ class Release(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    request: bytes
-    """The request id (first envelope frame) of a waiting request of the same session."""
+    lease: str
+    """The lease of an `acquire` or `claim` of the same session. Still waiting: withdrawn; granted
+    already: given back; unknown: nothing to do. So a client whose time ran out leaves no lease."""
 
 
 class Evict(Message, frozen=True):
@@ -266,7 +267,8 @@ class Granted(Message, frozen=True):
     nbytes: int
     tensors: int
     how: str
-    """"resident" (it was there), "shared" (waited for another's load), "loaded" or "hashed"."""
+    """"resident" (it was there), "loaded" (this request caused the load), "shared" (waited for
+    another's) or "hashed" (the bytes were read, found to be resident, and not loaded again)."""
 
 
 class Claimed(Message, frozen=True):

@@ -1,0 +1,85 @@
+"""What the books tell the server to do. Values: tests compare them.
+
+`ticket` is the server's number for the request that an action answers; `set` a set's id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import msgspec
+
+from broker.errors import BrokerError
+from broker.wire import Source
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The final answer to a request: a wire struct (`ok`) or an error."""
+
+    ticket: int
+    body: msgspec.Struct | BrokerError
+
+
+@dataclass(frozen=True)
+class Tell:
+    """A progress message for a request that still waits."""
+
+    ticket: int
+    body: msgspec.Struct
+
+
+@dataclass(frozen=True)
+class StartLoader:
+    """Spawn a loader process; its session has this id already and holds the claim on the set.
+
+    `hash_first`: a resident set may hold equal bytes, so read and digest before writing anything.
+    """
+
+    set: int
+    session: int
+    claim: str
+    ticket: int
+    source: Source
+    hash_first: bool
+
+
+@dataclass(frozen=True)
+class StopLoader:
+    """End a loader process whose set is not wanted any more."""
+
+    session: int
+
+
+@dataclass(frozen=True)
+class CreateSlab:
+    set: int
+    device: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class FreezeSlab:
+    set: int
+    device: str
+
+
+@dataclass(frozen=True)
+class FreeSlab:
+    """Close the slab's and the manifest's descriptors, after any call under way for this set."""
+
+    set: int
+
+
+@dataclass(frozen=True)
+class Log:
+    """A life-cycle event for the log; the same ids as in `status`."""
+
+    event: str
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+Action: TypeAlias = (
+    Reply | Tell | StartLoader | StopLoader | CreateSlab | FreezeSlab | FreeSlab | Log
+)

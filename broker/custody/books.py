@@ -1,0 +1,128 @@
+"""The events: what engines, loaders and the device say, and what follows from it.
+
+Every method takes one event and returns the actions it causes, in order. A method that raises a
+`BrokerError` has refused the event and changed nothing; the caller answers with the error.
+"""
+
+from __future__ import annotations
+
+from broker import wire
+from broker.custody.actions import (
+    Action,
+)
+from broker.custody.records import (
+    Failure,
+    WeightSet,
+)
+from broker.custody.states import IN_PROGRESS, State
+from broker.custody.writing import Writing
+from broker.errors import (
+    BadRequest,
+    BrokerError,
+    Cancelled,
+    NotFound,
+)
+
+
+class Books(Writing):
+    """All of it: `Asking`, `Writing`, and here sessions and giving back."""
+
+    def end_session(self, session: int, cause: BrokerError) -> list[Action]:
+        """The process behind a session is gone: its leases, claims and requests end now.
+
+        Args:
+            cause: what the requests that wait for a set it was writing are told.
+        """
+        record = self.sessions.pop(session, None)
+        if record is None:
+            return self._take()
+        for ticket in record.waiting.values():
+            self._forget_waiter(ticket)
+        for lease, set_id in record.leases.items():
+            self.counters["leases_reclaimed"] += 1
+            self._end_lease(self.sets[set_id], session, lease)
+        for set_id in record.claims.values():
+            self._lose_writer(self.sets[set_id], Failure(cause))
+        self._log(
+            "session-ended",
+            session=session,
+            cause=cause.sentence,
+            leases=len(record.leases),
+            requests=len(record.waiting),
+            claims=len(record.claims),
+        )
+        return self._take()
+
+    def loader_lost(self, set_id: int, error: BrokerError) -> list[Action]:
+        """The loader process of this set could not even be started."""
+        record = self.sets.get(set_id)
+        if record is None or record.writer is None:
+            return self._take()
+        return self.end_session(record.writer, error)
+
+    def release(self, session: int, ticket: int, request: wire.Release) -> list[Action]:
+        """End a lease. Raises `BadRequest` if this session holds no such lease."""
+        set_id = self.sessions[session].leases.get(request.lease)
+        if set_id is None:
+            raise BadRequest(f"this session holds no lease {request.lease!r}")
+        self._end_lease(self.sets[set_id], session, request.lease)
+        del self.sessions[session].leases[request.lease]
+        self._reply(ticket, wire.Done())
+        return self._take()
+
+    def cancel(self, session: int, ticket: int, request: wire.Cancel) -> list[Action]:
+        """Whatever became of the lease: withdrawn, given back or abandoned. Idempotent."""
+        record = self.sessions[session]
+        waiting = record.waiting.get(request.lease)
+        cause = Cancelled("the request was withdrawn by the engine that made it")
+        if waiting is not None:
+            self._forget_waiter(waiting)
+            self._reply(waiting, cause)
+        elif request.lease in record.leases:
+            self._end_lease(self.sets[record.leases.pop(request.lease)], session, request.lease)
+        elif request.lease in record.claims:
+            self._lose_writer(self.sets[record.claims.pop(request.lease)], Failure(cause))
+        self._reply(ticket, wire.Done())
+        return self._take()
+
+    def evict(self, ticket: int, request: wire.Evict) -> list[Action]:
+        """Forget sets as soon as nobody leases them; one in progress ends at once.
+
+        Raises:
+            NotFound: no set has this id, name or identity.
+        """
+        meant = [record for record in self.sets.values() if _is_named(record, request.set)]
+        if not meant:
+            raise NotFound(f"no weight set {request.set!r}; `status` lists ids and names")
+        draining = [record.id for record in meant if record.leases]
+        for record in meant:
+            self._log("set-evicted", set=record.id, cause="evict", leases=len(record.leases))
+            self.counters["evictions"] += 1
+            if record.state in IN_PROGRESS:
+                error = Cancelled(f"weight set {record.id} was evicted while it was being written")
+                self._fail(record, Failure(error, inheritable=False))
+            else:
+                self._retire(record)
+        self._reply(ticket, wire.Evicted([record.id for record in meant], draining))
+        return self._take()
+
+    def leases(self) -> list[tuple[int, int, str]]:
+        """(set, session, lease) of every lease."""
+        return [(record.id, *lease) for record in self.sets.values() for lease in record.leases]
+
+    def attachment(self, session: int, lease: str) -> tuple[WeightSet, bool]:
+        """The set that `attach` delivers, and whether it is for writing.
+
+        Raises:
+            BadRequest: no such lease or claim, or the claim has no memory yet.
+        """
+        record = self.sessions[session]
+        if lease in record.leases:
+            return self.sets[record.leases[lease]], False
+        if lease in record.claims and self.sets[record.claims[lease]].state is State.WRITING:
+            return self.sets[record.claims[lease]], True
+        raise BadRequest(f"attach: this session holds no lease or reserved claim {lease!r}")
+
+
+def _is_named(record: WeightSet, text: str) -> bool:
+    return text in (str(record.id), record.key.checkpoint, record.key.name, *record.names)

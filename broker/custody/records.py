@@ -1,0 +1,114 @@
+"""What is on the books. Plain data; only books.py changes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from broker.custody.states import State
+from broker.errors import BrokerError
+from broker.weights import WeightKey
+from broker.wire import Demand, FileStamp, Progress, Source
+
+FileIdentity: TypeAlias = tuple[FileStamp, ...]
+"""What the kernel says of a checkpoint's files, in a fixed order."""
+
+Line: TypeAlias = tuple[object, ...]
+"""A key without `checkpoint`, hashable: sets sealed in one line are its generations."""
+
+MAX_IDENTITIES = 64
+"""File identities remembered per set; a mount that chowns makes a new one every time."""
+
+
+@dataclass
+class Budget:
+    """The bytes the broker may hold on one device, all of them accounted for."""
+
+    limit: int
+    granularity: int = 1
+    free: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.free = self.limit
+
+
+@dataclass
+class Waiter:
+    """A request that waits for a set in progress."""
+
+    ticket: int
+    session: int
+    lease: str
+    demand: Demand
+    source: Source | None = None
+    willing: bool = False
+    """Takes the claim over if the writer is lost."""
+    follows: bool = False
+    """Has other files of perhaps equal bytes: asks again when this set is sealed or has failed."""
+
+
+@dataclass
+class WeightSet:
+    """One weight set from its claim to its last byte."""
+
+    id: int
+    key: WeightKey
+    state: State = State.ABSENT
+    writer: int | None = None
+    claim: str = ""
+    loaded_by_broker: bool = False
+    source: Source | None = None
+    nbytes: int = 0
+    tensors: int = 0
+    pending: int | None = None
+    """The writer's request that the device is working for."""
+    pinned: bool = False
+    used: int = 0
+    """Logical time of the last grant or release: least recently used goes first."""
+    progress: Progress | None = None
+    initiator: int | None = None
+    """The ticket that caused the load."""
+    waiters: dict[int, Waiter] = field(default_factory=dict)
+    leases: set[tuple[int, str]] = field(default_factory=set)
+    identities: list[FileIdentity] = field(default_factory=list)
+    generations: dict[Line, str] = field(default_factory=dict)
+    """The label this set has in each line it belongs to."""
+
+    @property
+    def names(self) -> list[str]:
+        return sorted({str(line[0]) for line in self.generations})
+
+
+@dataclass
+class SessionRecord:
+    """A live process with a session."""
+
+    id: int
+    is_loader: bool = False
+    leases: dict[str, int] = field(default_factory=dict)
+    claims: dict[str, int] = field(default_factory=dict)
+    waiting: dict[str, int] = field(default_factory=dict)
+    """Lease id → the ticket of the request that waits for it."""
+
+
+@dataclass
+class Failure:
+    """Why a set in progress ends, and whether a waiting request may take it over."""
+
+    error: BrokerError
+    inheritable: bool = True
+
+
+def content_of(key: WeightKey) -> tuple[object, ...]:
+    """Equal for two sets of equal bytes; the name is not part of it when the content is known."""
+    name = "" if key.checkpoint else key.name
+    return (name, key.checkpoint, *_variant(key))
+
+
+def line_of(key: WeightKey, name: str) -> Line:
+    return (name, *_variant(key))
+
+
+def _variant(key: WeightKey) -> tuple[object, ...]:
+    layout = tuple(sorted(key.layout.items()))
+    return (key.device, key.dtype, layout, key.format, key.quantization)
