@@ -1,0 +1,416 @@
+"""Where a broker and its clients meet: the private directory, the names in it, the lock.
+
+The directory is `$WEIGHT_BROKER_DIR`, else `/run/user/<uid>/weight-broker` (for root
+`/run/weight-broker`) where its parent exists, else `/tmp/weight-broker-<uid>`. It must be ours, a
+directory itself and closed to everybody else; both sides check that, because whoever can put a
+socket there can pass for the broker. Its parent is trusted: `/run/user/<uid>` is ours, and in
+`/tmp` the sticky bit keeps others from replacing what is ours.
+
+In it lie `<name>.zmq` (conversation), `<name>.session` (sessions) and `<name>.lock`. The lock comes
+before the sockets and decides alone which broker has a name: binding cannot, since ZeroMQ takes
+over any path.
+
+Calls here touch the file system and block no longer than that. Imports neither torch nor zmq.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import socket
+import stat
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+
+from broker.errors import BadRequest, BrokerNotFound, Busy
+
+DIRECTORY_VARIABLE = "WEIGHT_BROKER_DIR"
+DEFAULT_NAME = "default"
+MAX_NAME_LENGTH = 64
+MAX_SOCKET_PATH_BYTES = 107
+"""`sun_path` has 108 bytes, one of them for the closing NUL (unix(7))."""
+LISTEN_BACKLOG = 1024
+"""Connections that may wait to be accepted: every engine of a node may connect at once."""
+
+_ROOT = Path("/")
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
+_ELSEWHERE = f"set {DIRECTORY_VARIABLE} to a directory of your own"
+
+
+# --- the directory ------------------------------------------------------------------------------
+
+
+def candidate_directories(
+    environ: Mapping[str, str] | None = None, uid: int | None = None, root: Path = _ROOT
+) -> list[Path]:
+    """Where a broker of this user may be, likeliest first. Looks at nothing on the disk.
+
+    Args:
+        environ: the environment to read; `None`: this process's.
+        uid: whose broker; `None`: this process's effective user.
+        root: what stands for "/"; for tests.
+
+    Raises:
+        BadRequest: the variable holds a relative path, which would mean another directory to
+            every process.
+    """
+    given = (os.environ if environ is None else environ).get(DIRECTORY_VARIABLE)
+    if given:
+        if not given.startswith("/"):
+            raise BadRequest(
+                f"{DIRECTORY_VARIABLE}={given!r} is a relative path: give the whole path",
+                path=given,
+            )
+        return [Path(given)]
+    uid = _uid(uid)
+    run = root / "run" / "weight-broker" if uid == 0 else root / f"run/user/{uid}/weight-broker"
+    return [run, root / "tmp" / f"weight-broker-{uid}"]
+
+
+def broker_directory(
+    environ: Mapping[str, str] | None = None, uid: int | None = None, root: Path = _ROOT
+) -> Path:
+    """The directory to serve in: created with mode 0700 if it is not there, then checked.
+
+    Raises:
+        BadRequest: it cannot be created, or is not ours alone; nothing was changed.
+    """
+    candidates = candidate_directories(environ, uid, root)
+    directory = next((path for path in candidates if path.parent.is_dir()), candidates[-1])
+    try:
+        # If something is there, ours from an earlier run or somebody's trap, the check tells.
+        with suppress(FileExistsError):
+            directory.mkdir(0o700)
+    except OSError as error:
+        raise BadRequest(
+            f"the broker's directory {directory} cannot be created ({error.strerror}); "
+            f"{_ELSEWHERE}",
+            path=str(directory),
+        ) from error
+    is_private_directory(directory, uid)
+    return directory
+
+
+def is_private_directory(directory: Path, uid: int | None = None) -> bool:
+    """Whether the directory is there; if it is, it is ours and closed to others.
+
+    Looks through one descriptor that follows no link, so what is checked is one thing.
+
+    Raises:
+        BadRequest: it is a link, no directory, somebody else's, or open to others; fields `path`,
+            `owner` (uid) and `mode` (octal).
+    """
+    try:
+        descriptor = os.open(directory, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise BadRequest(
+            f"the broker's directory {directory} cannot be looked at ({error.strerror}); "
+            f"{_ELSEWHERE}",
+            path=str(directory),
+        ) from error
+    try:
+        status = os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+    _check_private(directory, status, _uid(uid))
+    return True
+
+
+def _check_private(directory: Path, status: os.stat_result, uid: int) -> None:
+    mode = f"{stat.S_IMODE(status.st_mode):04o}"
+    if stat.S_ISLNK(status.st_mode):
+        fault = "is a symbolic link, which somebody could turn elsewhere"
+    elif not stat.S_ISDIR(status.st_mode):
+        fault = "is not a directory"
+    elif status.st_uid != uid:
+        fault = f"belongs to uid {status.st_uid} (mode {mode}) and not to us, uid {uid}"
+    elif status.st_mode & 0o077:
+        fault = f"is open to others (owner uid {uid}, mode {mode}; chmod 700 closes it)"
+    else:
+        return
+    raise BadRequest(
+        f"the broker's directory {directory} {fault}; {_ELSEWHERE}",
+        path=str(directory),
+        owner=status.st_uid,
+        mode=mode,
+    )
+
+
+def _uid(uid: int | None) -> int:
+    return os.geteuid() if uid is None else uid
+
+
+# --- names --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BrokerPaths:
+    """The files of the broker called `name` in `directory`.
+
+    Raises:
+        BadRequest: the name is not one, or a socket's path would be too long.
+    """
+
+    directory: Path
+    name: str = DEFAULT_NAME
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        for path in (self.zmq, self.session):
+            length = len(os.fsencode(path))
+            if length > MAX_SOCKET_PATH_BYTES:
+                raise BadRequest(
+                    f"the socket path {path} has {length} bytes and may have "
+                    f"{MAX_SOCKET_PATH_BYTES}; set {DIRECTORY_VARIABLE} to a shorter path, or "
+                    "give the broker a shorter name",
+                    path=str(path),
+                    length=length,
+                    limit=MAX_SOCKET_PATH_BYTES,
+                )
+
+    @property
+    def zmq(self) -> Path:
+        return self.directory / f"{self.name}.zmq"
+
+    @property
+    def session(self) -> Path:
+        return self.directory / f"{self.name}.session"
+
+    @property
+    def lock(self) -> Path:
+        return self.directory / f"{self.name}.lock"
+
+
+def check_name(name: str) -> None:
+    """Raise `BadRequest` unless `name` can be part of a file's name anywhere."""
+    if len(name) <= MAX_NAME_LENGTH and _NAME.fullmatch(name) and name not in (".", ".."):
+        return
+    shown = ascii(name[:MAX_NAME_LENGTH])
+    raise BadRequest(
+        f"{shown} cannot be a broker's name: use 1 to {MAX_NAME_LENGTH} ASCII letters, digits, "
+        "dots, dashes or underscores",
+        name=name[:MAX_NAME_LENGTH],
+    )
+
+
+def find_broker(
+    name: str = DEFAULT_NAME,
+    directory: Path | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    uid: int | None = None,
+    root: Path = _ROOT,
+) -> BrokerPaths:
+    """Where the broker `name` has its sockets, for a client. Connects to nothing.
+
+    A broker that was killed leaves its sockets behind: a client that is refused there raises
+    `broker_not_found` itself.
+
+    Args:
+        directory: the only directory to look in; `None`: every candidate.
+
+    Raises:
+        BrokerNotFound: there is no session socket in any directory; names all that were tried.
+        BadRequest: a directory that had to be tried is not private, or the name is not one.
+    """
+    candidates = candidate_directories(environ, uid, root) if directory is None else [directory]
+    tried = []
+    for candidate in candidates:
+        paths = BrokerPaths(candidate, name)
+        if not is_private_directory(candidate, uid):
+            tried.append((paths.session, "no such directory"))
+        elif not _is_socket(paths.session):
+            tried.append((paths.session, "no such socket"))
+        else:
+            return paths
+    raise broker_not_found(name, tried)
+
+
+def broker_not_found(name: str, tried: Iterable[tuple[Path, str]]) -> BrokerNotFound:
+    """The error for a client that found no broker: each socket path tried, and what was there."""
+    attempts = list(tried)
+    places = ", ".join(f"{path} ({why})" for path, why in attempts)
+    option = "" if name == DEFAULT_NAME else f" --name {name}"
+    return BrokerNotFound(
+        f"no broker named {name!r} is running: tried {places}; start it with `weight-broker "
+        f"serve{option}`, or set {DIRECTORY_VARIABLE} to its directory",
+        name=name,
+        tried=[str(path) for path, _ in attempts],
+    )
+
+
+def _is_socket(path: Path) -> bool:
+    mode = _mode(path)
+    return mode is not None and stat.S_ISSOCK(mode)
+
+
+def _mode(path: Path) -> int | None:
+    """What lies at the path itself, `None` if nothing does."""
+    try:
+        return os.lstat(path).st_mode
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise BadRequest(
+            f"{path} cannot be looked at ({error.strerror})", path=str(path)
+        ) from error
+
+
+# --- the lock -----------------------------------------------------------------------------------
+
+
+class NameLock:
+    """The right to be the broker of this name in this directory. Also a context manager.
+
+    Held from `acquire` to `release` or the end of the process, however it ends. The file is never
+    removed: a broker waiting for a removed file's lock would get it beside its successor's. A
+    child that is forked without exec holds the lock too, so brokers spawn and never fork.
+    """
+
+    def __init__(self, paths: BrokerPaths) -> None:
+        self.paths = paths
+        self._descriptor: int | None = None
+
+    def acquire(self) -> None:
+        """Take the lock or say who has it. Does not wait.
+
+        Raises:
+            Busy: another broker has it; fields `name`, `lock`, `pid` and `since` (`None` in the
+                instant in which that broker has not written them yet).
+            BadRequest: the lock file cannot be opened or locked.
+        """
+        path = self.paths.lock
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            descriptor = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise self._unusable(error) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _write_holder(descriptor)
+        except BlockingIOError as error:
+            holder = _read_holder(descriptor)
+            os.close(descriptor)
+            raise self._held_by(holder) from error
+        except OSError as error:
+            os.close(descriptor)
+            raise self._unusable(error) from error
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        """Give the name back. Idempotent; the file stays, empty."""
+        if self._descriptor is not None:
+            os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> NameLock:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def _unusable(self, error: OSError) -> BadRequest:
+        path = self.paths.lock
+        return BadRequest(f"the lock file {path} cannot be used ({error.strerror})", path=str(path))
+
+    def _held_by(self, holder: Mapping[str, object]) -> Busy:
+        pid, since = holder.get("pid"), holder.get("since")
+        who = f"as process {pid} since {since}" if pid else "and still starting"
+        return Busy(
+            f"a broker named {self.paths.name!r} is already running in {self.paths.directory} "
+            f"{who}; use that one, stop it with `weight-broker shutdown`, or give this one another "
+            "--name",
+            name=self.paths.name,
+            lock=str(self.paths.lock),
+            pid=pid,
+            since=since,
+        )
+
+
+def _write_holder(descriptor: int) -> None:
+    since = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "since": since}).encode() + b"\n", 0)
+
+
+def _read_holder(descriptor: int) -> Mapping[str, object]:
+    try:
+        holder = json.loads(os.pread(descriptor, 4096, 0))
+    except ValueError:  # not written yet
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+# --- the sockets --------------------------------------------------------------------------------
+
+
+def create_listener(path: Path, kind: socket.SocketKind) -> socket.socket:
+    """A listening Unix socket at `path`, for the holder of the name's lock only.
+
+    Removes the socket a killed broker left there; the lock says that nobody serves it any more.
+    The socket is non-blocking and close-on-exec, and nobody but us can connect to it at any moment,
+    whatever the umask.
+
+    Args:
+        kind: `SOCK_STREAM` for ZeroMQ (which takes it over by `ZMQ_USE_FD`), `SOCK_SEQPACKET` for
+            sessions.
+
+    Returns:
+        The socket, which the caller closes. The file remains; `remove_socket` removes it.
+
+    Raises:
+        BadRequest: something that is no socket is in the way, or the system refuses; nothing of
+            ours is left at the path then.
+    """
+    remove_socket(path)
+    listener = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        # bind gives the file this mode less the umask, so that it is never wider ...
+        os.fchmod(listener.fileno(), 0o600)
+        listener.bind(str(path))
+        # ... and this mends a umask that takes our own rights away.
+        os.chmod(path, 0o600)  # noqa: PTH101
+        listener.listen(LISTEN_BACKLOG)
+    except OSError as error:
+        bound = bool(listener.getsockname())
+        listener.close()
+        if bound:
+            remove_socket(path)
+        reason = error.strerror or str(error)
+        raise BadRequest(f"cannot listen at {path} ({reason})", path=str(path)) from error
+    return listener
+
+
+def remove_socket(path: Path) -> None:
+    """Remove the socket at `path`, if there is one.
+
+    Raises:
+        BadRequest: something else is there, which is left alone, or it cannot be removed.
+    """
+    mode = _mode(path)
+    if mode is None:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise BadRequest(
+            f"{path} is in the way: it is not a socket, so it is not ours to remove; move it away",
+            path=str(path),
+        )
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise BadRequest(f"{path} cannot be removed ({error.strerror})", path=str(path)) from error
