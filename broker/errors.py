@@ -47,14 +47,16 @@ class BrokerError(Exception):
     status: ClassVar[str] = "internal"
     exit_code: ClassVar[int] = 1
 
-    def __init__(self, sentence: str, **fields: Any) -> None:
+    # Positional only: fields come from the peer too, and may be called "self" or "sentence".
+    def __init__(self, sentence: str, /, **fields: Any) -> None:
         super().__init__(sentence)
         self.sentence = sentence
         self.fields: dict[str, Any] = fields
 
     def __getattr__(self, name: str) -> Any:
         fields = self.__dict__.get("fields", {})
-        if name in fields:
+        # No dunder names: copying and printing ask for those, and a peer chose the fields.
+        if name in fields and not name.startswith("__"):
             return fields[name]
         raise AttributeError(f"{type(self).__name__} has no attribute or field {name!r}")
 
@@ -62,16 +64,32 @@ class BrokerError(Exception):
         return (_rebuild, (type(self), self.sentence, self.fields))
 
     def to_payload(self) -> bytes:
-        """The error as it travels: sentence, and the fields as JSON on a second line."""
+        """The error as it travels: sentence, and the fields as JSON on a second line.
+
+        Never fails: fields that JSON cannot hold, or that are too long, stay behind.
+        """
         sentence = " ".join(self.sentence.split("\n"))
         text = sentence.encode("utf-8", "backslashreplace")[:MAX_SENTENCE_BYTES]
         payload = text.decode("utf-8", "ignore").encode()
-        if not self.fields:
-            return payload
-        encoded = json.dumps(self.fields, ensure_ascii=True, default=str).encode()
-        if len(encoded) > 4 * MAX_SENTENCE_BYTES:
+        encoded = _encoded(self.fields) if self.fields else b""
+        if not encoded or len(encoded) > 4 * MAX_SENTENCE_BYTES:
             return payload
         return payload + b"\n" + encoded
+
+
+def _encoded(fields: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(fields, ensure_ascii=True, allow_nan=False, default=str).encode()
+    except (TypeError, ValueError, RecursionError):  # such a key, not a number, a cycle
+        return b""
+
+
+def _decoded(line: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):  # whatever a peer may put there
+        return {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def _rebuild(cls: type[BrokerError], sentence: str, fields: dict[str, Any]) -> BrokerError:
@@ -217,16 +235,9 @@ ERROR_STATUSES: frozenset[str] = frozenset(_BY_STATUS)
 
 def from_payload(status: str, payload: bytes) -> BrokerError:
     """The error a reply stands for; an unknown status becomes an `InternalError` naming it."""
-    first, _, second = payload.partition(b"\n")
+    first, *rest = payload.split(b"\n", 2)
     sentence = first.decode("utf-8", "replace")
-    fields: dict[str, Any] = {}
-    if second:
-        try:
-            decoded = json.loads(second)
-        except ValueError:
-            decoded = None
-        if isinstance(decoded, dict):
-            fields = {str(key): value for key, value in decoded.items() if key != "sentence"}
+    fields = _decoded(rest[0]) if rest else {}
     cls = _BY_STATUS.get(status)
     if cls is None:
         return InternalError(f"the broker answered with the unknown status {status!r}: {sentence}")
