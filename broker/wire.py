@@ -20,6 +20,9 @@ import msgspec
 from broker.errors import BadRequest, UnknownOperation
 from broker.weights import WeightKey
 
+NO_PLATFORM = ""
+"""`Hello.platform` of a peer that maps nothing (status, evict, shutdown)."""
+
 PROTOCOL = 1
 """Raised when a message changes its meaning; `hello` refuses any other number."""
 
@@ -145,7 +148,7 @@ class Hello(Message, frozen=True):
     token: bytes
     protocol: int
     platform: str
-    """"cuda", "rocm" or "simulated": must be the broker's."""
+    """"cuda", "rocm" or "simulated": must be the broker's; or `NO_PLATFORM`."""
     label: str = ""
     """For status: what the engine calls itself."""
 
@@ -311,6 +314,16 @@ class Progress(Message, frozen=True):
     total: int
 
 
+class StatusReport(Message, frozen=True):
+    """Everything on the books, for people and monitoring."""
+
+    broker: dict[str, Any]
+    devices: dict[str, Any]
+    sets: list[Any]
+    sessions: list[Any]
+    counters: dict[str, int]
+
+
 class Event(Message, frozen=True):
     event: str
     detail: dict[str, Any] = {}
@@ -377,6 +390,12 @@ _to_engine = msgspec.msgpack.Decoder(ToEngine)
 
 def encode(message: msgspec.Struct) -> bytes:
     return _encoder.encode(message)
+
+
+def as_plain(message: msgspec.Struct) -> dict[str, Any]:
+    """The message as dicts, lists, strings and numbers, for JSON."""
+    plain: dict[str, Any] = msgspec.to_builtins(message)
+    return plain
 
 
 def decode_request(operation: str, payload: bytes) -> Message:

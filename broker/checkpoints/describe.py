@@ -1,0 +1,17 @@
+"""A checkpoint as an `acquire` describes it: which files, and what the kernel says of them."""
+
+from __future__ import annotations
+
+from broker.checkpoints.files import OpenCheckpoint
+from broker.checkpoints.identity import fingerprint, stamp_files
+from broker.wire import Source
+
+
+def describe_source(checkpoint: OpenCheckpoint) -> Source:
+    """Read the index and the headers, no weight. Blocks on the file system.
+
+    Raises:
+        NotFound, LoadFailed: no usable checkpoint there; the sentence names the file.
+    """
+    stamps = stamp_files(checkpoint.folder, checkpoint.files, checkpoint.path)
+    return Source(checkpoint.path, checkpoint.only, stamps, fingerprint(stamps))

@@ -1,0 +1,180 @@
+"""The command line: `weight-broker serve|status|evict|verify|shutdown|doctor`.
+
+Exit codes are those of the error classes (errors.py) and documented in README.md; 0 is success.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import resource
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from broker.admin import evict_sets, print_status, shutdown_broker, verify_sets
+from broker.config import BrokerConfig
+from broker.errors import BrokerError
+from broker.platform import platform_steps
+from broker.rundir import DEFAULT_NAME, DIRECTORY_VARIABLE
+from broker.sd_notify import notify
+
+EXIT_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the process's exit code."""
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except BrokerError as error:
+        print(_sentence(error), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): not an error, but nothing may be printed.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _sentence(error: BrokerError) -> str:
+    prefixed = error.sentence.startswith("[weight-broker:")
+    return error.sentence if prefixed else f"weight-broker: {error.sentence}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="weight-broker",
+        description="Inference engines on one GPU node share one copy of the model weights.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_serve(commands)
+    status = _add(commands, "status", _status, "show everything on the broker's books")
+    status.add_argument("--json", action="store_true", help="as one JSON object")
+    evict = _add(commands, "evict", _evict, "forget weight sets as soon as nobody leases them")
+    evict.add_argument("set", help="a set's id, name or content identity, as status shows it")
+    verify = _add(commands, "verify", _verify, "digest resident weights and compare")
+    verify.add_argument("set", nargs="?", help="a set's id or name; default: every sealed set")
+    shutdown = _add(commands, "shutdown", _shutdown, "stop the broker in order")
+    shutdown.add_argument("--force", action="store_true", help="also while engines hold leases")
+    doctor = _add(commands, "doctor", _doctor, "check step by step whether a broker can work here")
+    doctor.add_argument("--device", default="auto", help="auto, cuda or simulated")
+    return parser
+
+
+def _add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    command: Callable[[argparse.Namespace], int],
+    text: str,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.set_defaults(command=command)
+    parser.add_argument("--name", default=DEFAULT_NAME, help="which broker (default: %(default)s)")
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        dest="directory",
+        help=f"directory of its sockets (default: ${DIRECTORY_VARIABLE} or the user's own)",
+    )
+    return parser
+
+
+def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    serve = _add(commands, "serve", _serve, "hold weights for the engines of this node")
+    serve.add_argument(
+        "--device",
+        default="auto",
+        help="auto: the GPUs of this machine; cuda (also for ROCm); simulated: host memory, for "
+        "trying out only (default: %(default)s)",
+    )
+    serve.add_argument(
+        "--memory-limit",
+        metavar="BYTES|SHARE",
+        help="per device: 8g, 512m or 80%% (default: what is free at the start less a sixteenth)",
+    )
+    serve.add_argument(
+        "--preload",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="load this checkpoint at the start and keep it (may be given several times)",
+    )
+    serve.add_argument(
+        "--allow-loaders",
+        action="store_true",
+        help="run loaders that engines ship (code of theirs, in a process of its own)",
+    )
+    serve.add_argument(
+        "--loader-threads", type=int, default=2, help="reading threads of one load (default: 2)"
+    )
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from broker.server import Broker  # zmq is for the one command that serves
+
+    _log_to_stderr()
+    _raise_descriptor_limit()
+    config = BrokerConfig(
+        name=options.name,
+        directory=options.directory,
+        device=options.device,
+        memory_limit=options.memory_limit,
+        preload=tuple(options.preload),
+        allow_loaders=options.allow_loaders,
+        loader_threads=options.loader_threads,
+    )
+    broker = Broker(config)
+    broker.stop_on_signals()
+
+    def ready() -> None:
+        print(
+            f"weight-broker ready: name={config.name} device={','.join(broker.devices)} "
+            f"platform={broker.platform} socket={broker.paths.zmq} pid={os.getpid()}",
+            flush=True,
+        )
+        notify("READY=1")
+
+    broker.run(ready)
+    return 0
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.getLogger("weight-broker")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+
+
+def _raise_descriptor_limit() -> None:
+    """libzmq aborts the process when it runs out of descriptors, so take all that are allowed."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _status(options: argparse.Namespace) -> int:
+    return print_status(options.name, options.directory, as_json=options.json)
+
+
+def _evict(options: argparse.Namespace) -> int:
+    return evict_sets(options.name, options.directory, options.set)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    return verify_sets(options.name, options.directory, options.set)
+
+
+def _shutdown(options: argparse.Namespace) -> int:
+    return shutdown_broker(options.name, options.directory, force=options.force)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    ok = True
+    for step in platform_steps("broker", options.device):
+        print(f"{'ok  ' if step.ok else 'FAIL'}  {step.name}: {step.sentence}")
+        ok = ok and step.ok
+    return 0 if ok else 3

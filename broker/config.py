@@ -1,0 +1,74 @@
+"""How a broker is to run. Plain data and its validation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from broker.errors import BadRequest
+from broker.rundir import DEFAULT_NAME
+
+DEVICES = ("auto", "cuda", "simulated")
+RESERVE_FRACTION = 1 / 16
+"""Of what is free at the start, left alone when no --memory-limit is given: for engines' own
+contexts and activations."""
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+@dataclass(frozen=True)
+class BrokerConfig:
+    """Everything `weight-broker serve` can be told.
+
+    Attributes:
+        name: which broker of this directory; engines name it to find it.
+        directory: where the sockets are; None: $WEIGHT_BROKER_DIR or the documented defaults.
+        device: "auto" (what the platform check finds), "cuda" (CUDA or ROCm), or "simulated".
+        memory_limit: bytes per device ("8g", "1048576"), a share of its memory ("80%"), or None:
+            what is free at the start less a sixteenth.
+        preload: checkpoints to load at the start and keep.
+        allow_loaders: run loaders that engines ship. Off: they are refused.
+        loader_threads: threads that read in one loader process.
+    """
+
+    name: str = DEFAULT_NAME
+    directory: Path | None = None
+    device: str = "auto"
+    memory_limit: str | None = None
+    preload: tuple[str, ...] = ()
+    allow_loaders: bool = False
+    loader_threads: int = 2
+
+    def __post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise BadRequest(f"--device {self.device}: choose one of {', '.join(DEVICES)}")
+        if self.loader_threads < 1:
+            raise BadRequest("--loader-threads must be at least 1")
+        memory_limit_bytes(self.memory_limit, free_bytes=0, total_bytes=1)
+
+
+def memory_limit_bytes(text: str | None, *, free_bytes: int, total_bytes: int) -> int:
+    """Bytes a broker may hold on a device of this much memory.
+
+    Raises:
+        BadRequest: neither bytes (with k, m, g or t for powers of 1024) nor a percentage.
+    """
+    if text is None:
+        return int(free_bytes * (1 - RESERVE_FRACTION))
+    word = text.strip().lower()
+    try:
+        if word.endswith("%"):
+            share = float(word[:-1])
+            if not 0 < share <= 100:
+                raise ValueError(share)
+            return int(total_bytes * share / 100)
+        digits = word.rstrip("bi").rstrip("kmgt")
+        unit = word[len(digits) :].rstrip("bi")
+        nbytes = int(float(digits) * _UNITS[unit])
+        if nbytes <= 0:
+            raise ValueError(nbytes)
+    except (ValueError, KeyError, OverflowError) as error:
+        raise BadRequest(
+            f"--memory-limit {text!r}: give bytes (8589934592, 8g, 512m) or a share (80%)"
+        ) from error
+    return nbytes

@@ -1,0 +1,289 @@
+"""One request in, one decision asked of the books, one answer out: the operations."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from broker import wire
+from broker.checkpoints.describe import describe_source
+from broker.checkpoints.files import open_checkpoint
+from broker.custody.actions import Action
+from broker.custody.audit import snapshot
+from broker.errors import (
+    BadRequest,
+    BrokerError,
+    Busy,
+    InternalError,
+    NoSession,
+    ProtocolMismatch,
+    StaleEpoch,
+)
+from broker.requests import Ticket, answer
+from broker.store import check_manifest
+
+if TYPE_CHECKING:
+    from broker.server import Broker
+
+log = logging.getLogger("weight-broker")
+
+REPORT_SECONDS = 0.25
+"""Progress goes out at most four times a second (DESIGN section 3)."""
+
+
+class Dispatcher:
+    """Decodes requests and answers them; knows which conversation belongs to which session."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._session_of: dict[bytes, int] = {}
+        self._routing_of: dict[int, bytes] = {}
+        self._manifests: dict[int, int] = {}
+        self._reported: dict[int, float] = {}
+
+    def handle(self, routing: bytes, frames: list[bytes]) -> None:
+        """Answer one request, whatever it is."""
+        try:
+            request = wire.split_request(frames)
+            message = wire.decode_request(request.operation, request.payload)
+            session = self._session_for(request.operation, routing)
+        except BrokerError as error:
+            self._refuse(routing, frames, error)
+            return
+        ticket = self._broker.tickets.open(
+            request.operation, session, routing=routing, envelope=request.envelope
+        )
+        try:
+            self._broker.perform(self._decide(ticket, message))
+        except BrokerError as error:
+            self._broker.tickets.reply(ticket.number, error)
+        except Exception as error:
+            log.exception("internal error in %s", request.operation)
+            self._broker.tickets.reply(
+                ticket.number, InternalError(f"{request.operation} failed in the broker: {error!r}")
+            )
+        self._broker.retry_later()
+
+    def _refuse(self, routing: bytes, frames: list[bytes], error: BrokerError) -> None:
+        self._broker.books.counters["requests_refused"] += 1
+        log.info("request-refused status=%s cause=%r", error.status, error.sentence)
+        self._broker.conversation.reply(routing, [*wire.envelope_of(frames), *answer(error)])
+        self._broker.retry_later()
+
+    def _session_for(self, operation: str, routing: bytes) -> int | None:
+        session = self._session_of.get(routing)
+        if session is None and operation not in wire.SESSIONLESS and operation != "hello":
+            raise NoSession(
+                f"{operation} needs a session: connect to the session socket, say hello"
+            )
+        return session
+
+    def _decide(self, ticket: Ticket, message: wire.Message) -> list[Action]:
+        books = self._broker.books
+        session = ticket.session or 0
+        match message:
+            case wire.Ping():
+                return self._answer(ticket, self._pong())
+            case wire.Status():
+                return self._answer(ticket, self._status())
+            case wire.Hello():
+                return self._answer(ticket, self._hello(ticket, message))
+            case wire.Shutdown(force):
+                return self._shutdown(ticket, force=force)
+            case wire.Acquire():
+                if message.source is not None:
+                    ticket.source = self._take(ticket, "source")
+                return books.acquire(session, ticket.number, message)
+            case wire.Claim():
+                return books.claim(session, ticket.number, message)
+            case wire.Resolve():
+                return books.resolve(session, ticket.number, message)
+            case wire.Reserve():
+                return self._reserve(ticket, session, message)
+            case wire.Seal():
+                return books.seal(session, ticket.number, message)
+            case wire.Abandon():
+                return books.abandon(session, ticket.number, message)
+            case wire.Report():
+                return self._report(ticket, session, message)
+            case wire.Release():
+                return books.release(session, ticket.number, message)
+            case wire.Cancel():
+                return books.cancel(session, ticket.number, message)
+            case wire.Evict():
+                return books.evict(ticket.number, message)
+        raise InternalError(f"the operation {ticket.operation} is not handled")
+
+    def _answer(self, ticket: Ticket, body: msgspec.Struct) -> list[Action]:
+        self._broker.tickets.reply(ticket.number, body)
+        return []
+
+    # --- operations that are not the books' alone -----------------------------------------
+
+    def _pong(self) -> wire.Pong:
+        age = time.monotonic() - self._broker.loop.turn_began
+        return wire.Pong(wire.PROTOCOL, self._broker.epoch, os.getpid(), round(age * 1000, 3))
+
+    def _hello(self, ticket: Ticket, message: wire.Hello) -> wire.Welcomed:
+        broker = self._broker
+        if message.protocol != wire.PROTOCOL:
+            raise ProtocolMismatch(
+                f"this broker speaks protocol {wire.PROTOCOL}, the engine {message.protocol}; "
+                "install the same version of weight-broker on both sides",
+                broker=wire.PROTOCOL,
+                engine=message.protocol,
+            )
+        if message.platform not in (broker.platform, wire.NO_PLATFORM):
+            raise ProtocolMismatch(
+                f"this broker serves {broker.platform} memory, the engine asks for "
+                f"{message.platform}; start both on the same platform",
+                broker=broker.platform,
+                engine=message.platform,
+            )
+        for session, peer in broker.peers.items():
+            if peer.token == message.token:
+                peer.label = message.label[: wire.MAX_NAME_BYTES]
+                self.untie(session)
+                self._session_of[ticket.routing] = session
+                self._routing_of[session] = ticket.routing
+                return wire.Welcomed(session, broker.epoch, sorted(broker.devices))
+        raise StaleEpoch("the session token is not of this broker: it restarted; connect again")
+
+    def _shutdown(self, ticket: Ticket, *, force: bool) -> list[Action]:
+        leases = self._broker.books.leases()
+        if leases and not force:
+            holders = sorted({session for _set, session, _lease in leases})
+            pids = ", ".join(str(self._broker.peers[session].identity.pid) for session in holders)
+            raise Busy(
+                f"{len(leases)} leases are held by processes {pids}; stop the engines first, "
+                "or force it: their mappings stay valid, but nobody can attach any more",
+                leases=len(leases),
+            )
+        self._broker.tickets.reply(ticket.number, wire.Done())
+        self._broker.stop("asked to shut down")
+        return []
+
+    def _reserve(self, ticket: Ticket, session: int, message: wire.Reserve) -> list[Action]:
+        manifest = self._take(ticket, "manifest")
+        try:
+            check_manifest(manifest)
+            claims = self._broker.books.sessions[session].claims
+            actions = self._broker.books.reserve(session, ticket.number, message)
+        except BrokerError:
+            os.close(manifest)
+            raise
+        self._manifests[claims[message.claim]] = manifest
+        return actions
+
+    def take_manifest(self, set_id: int) -> int:
+        """The manifest that came with `reserve`; the caller owns it."""
+        return self._manifests.pop(set_id)
+
+    def _report(self, ticket: Ticket, session: int, message: wire.Report) -> list[Action]:
+        self._broker.tickets.reply(ticket.number, wire.Done())
+        now = time.monotonic()
+        if now - self._reported.get(session, 0.0) < REPORT_SECONDS:
+            return []
+        self._reported[session] = now
+        return self._broker.books.report(session, message)
+
+    def _take(self, ticket: Ticket, what: str) -> int:
+        peer = self._broker.peers.get(ticket.session or 0)
+        if peer is None or not ticket.envelope:
+            raise BadRequest(f"{ticket.operation} needs a request id as its first frame")
+        return peer.take(ticket.envelope[0], what)
+
+    # --- sessions -------------------------------------------------------------------------
+
+    def untie(self, session: int) -> None:
+        """The session has no conversation any more. Idempotent."""
+        self._reported.pop(session, None)
+        routing = self._routing_of.pop(session, None)
+        if routing is not None:
+            self._session_of.pop(routing, None)
+            self._broker.conversation.forget(routing)
+
+    def broadcast(self, event: wire.Event) -> None:
+        """Tell every engine; one that does not read misses it."""
+        payload = wire.encode(event)
+        for routing in self._routing_of.values():
+            self._broker.conversation.tell(routing, [b"", wire.EVENT.encode(), payload])
+
+    # --- what the broker asks itself ------------------------------------------------------
+
+    def preload(self, path: str) -> None:
+        """Load a checkpoint that no engine has asked for yet, and keep it."""
+        device = next(iter(self._broker.devices))
+
+        def describe() -> tuple[int, wire.Source]:
+            with open_checkpoint(path) as checkpoint:
+                return os.dup(checkpoint.folder), describe_source(checkpoint)
+
+        def described(result: tuple[int, wire.Source] | BaseException) -> None:
+            if isinstance(result, BaseException):
+                log.error("preload-failed path=%s cause=%r", path, str(result))
+                return
+            folder, source = result
+            session = self._broker.books.open_session()
+            ticket = self._broker.tickets.open(
+                "preload", session, on_reply=lambda body: self._preloaded(path, session, body)
+            )
+            ticket.source = folder
+            request = wire.Acquire("preload", wire.Demand(device=device), source)
+            self._broker.perform(self._broker.books.acquire(session, ticket.number, request))
+
+        self._broker.helpers.submit(("preload", path), describe, described)
+
+    def _preloaded(self, path: str, session: int, body: msgspec.Struct | BrokerError) -> None:
+        if isinstance(body, wire.Granted):
+            self._broker.books.sets[body.set].pinned = True
+            log.info("preloaded path=%s set=%d", path, body.set)
+        elif isinstance(body, BrokerError):
+            log.error("preload-failed path=%s cause=%r", path, body.sentence)
+        self._broker.loop.call_soon_threadsafe(
+            lambda: self._broker.perform(
+                self._broker.books.end_session(session, InternalError("preload is over"))
+            )
+        )
+
+    # --- status ---------------------------------------------------------------------------
+
+    def _status(self) -> msgspec.Struct:
+        broker = self._broker
+        facts: dict[str, Any] = {
+            "broker": {
+                "name": broker.config.name,
+                "pid": os.getpid(),
+                "epoch": broker.epoch,
+                "protocol": wire.PROTOCOL,
+                "platform": broker.platform,
+                "simulated": broker.platform == "simulated",
+                "started": broker.started,
+                "slowest_turn_ms": round(broker.loop.slowest_turn * 1000, 3),
+                "requests_waiting": len(broker.tickets) - 1,
+            },
+            **snapshot(broker.books),
+            "sessions": self._sessions(),
+        }
+        facts["counters"] = {**facts["counters"], **broker.conversation.counters}
+        return wire.StatusReport(**facts)
+
+    def _sessions(self) -> list[dict[str, Any]]:
+        books = self._broker.books
+        return [
+            {
+                "id": session,
+                "pid": peer.identity.pid,
+                "uid": peer.identity.uid,
+                "command": peer.identity.command,
+                "label": peer.label,
+                "loader": books.sessions[session].is_loader,
+                "leases": len(books.sessions[session].leases),
+                "waiting": len(books.sessions[session].waiting),
+            }
+            for session, peer in self._broker.peers.items()
+        ]

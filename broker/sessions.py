@@ -1,0 +1,225 @@
+"""The session socket's broker side: who connects, which descriptors pass, who has died.
+
+Death is end-of-file or the peer's pidfd, whichever comes first.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from broker import wire
+from broker.errors import BadRequest, BrokerError
+from broker.loop import HUNG_UP, READ, WRITE, Loop
+
+SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
+MAX_DESCRIPTORS = 4
+"""Descriptors in one packet; more are a truncated packet (MSG_CTRUNC), which is refused."""
+MAX_DELIVERED = 8
+"""Delivered descriptors a session may have waiting for their request."""
+MAX_UNSENT = 64
+"""Packets kept for an engine that does not read; its own packets are not read meanwhile."""
+
+
+@dataclass(frozen=True)
+class PeerIdentity:
+    """What the kernel says of the other end. `pid` is 0 if it is outside our PID namespace."""
+
+    pid: int
+    uid: int
+    command: str
+    pidfd: int | None
+
+
+def identify(connection: socket.socket) -> PeerIdentity:
+    """Ask the kernel who is at the other end; a pidfd only where the kernel has them."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _gid = struct.unpack("3i", packed)
+    try:
+        pidfd: int | None = connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError:  # before Linux 6.5: end-of-file alone tells
+        pidfd = None
+    return PeerIdentity(pid, uid, command_of(pid), pidfd)
+
+
+def command_of(pid: int) -> str:
+    """The process's name as `ps` shows it, or "?" if it cannot be seen from here."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "?"
+
+
+class SessionPeer:
+    """One session's socket. All methods belong to the loop's thread.
+
+    Args:
+        on_attach: an engine wants a lease's descriptors.
+        on_end: end-of-file or the pidfd; called once, with a sentence's end ("it closed …").
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        session: int,
+        connection: socket.socket,
+        identity: PeerIdentity,
+        on_attach: Callable[[SessionPeer, wire.Attach], None],
+        on_end: Callable[[SessionPeer, str], None],
+    ) -> None:
+        self.session = session
+        self.identity = identity
+        self.token = secrets.token_bytes(16)
+        self.label = ""
+        self._loop = loop
+        self._connection = connection
+        self._on_attach = on_attach
+        self._on_end = on_end
+        self._delivered: dict[tuple[bytes, str], int] = {}
+        self._unsent: list[tuple[bytes, list[int]]] = []
+        self._open = True
+        connection.setblocking(False)
+        loop.add(connection.fileno(), READ, self._on_event)
+        if identity.pidfd is not None:
+            loop.add(identity.pidfd, READ, lambda _events: self._end("the process has ended"))
+
+    def send(self, message: wire.SessionMessage, descriptors: Sequence[int] = ()) -> None:
+        """Send now or when the peer reads again; descriptors are borrowed."""
+        packet = wire.encode(message)
+        if self._unsent or not self._try_send(packet, descriptors):
+            self._unsent.append((packet, [os.dup(descriptor) for descriptor in descriptors]))
+            if self._open:
+                self._loop.modify(self._connection.fileno(), WRITE)
+            if len(self._unsent) > MAX_UNSENT:
+                self._end("it does not read its session socket")
+
+    def take(self, request: bytes, what: str) -> int:
+        """The descriptor delivered for a request; the caller owns it.
+
+        Raises:
+            BadRequest: it was not delivered before the request.
+        """
+        self._receive()
+        descriptor = self._delivered.pop((request, what), None)
+        if descriptor is None:
+            raise BadRequest(f"the {what}'s descriptor did not arrive on the session socket first")
+        return descriptor
+
+    def close(self) -> None:
+        """Close the socket without calling `on_end`. Idempotent."""
+        if not self._open:
+            return
+        self._open = False
+        self._loop.remove(self._connection.fileno())
+        self._connection.close()
+        if self.identity.pidfd is not None:
+            self._loop.remove(self.identity.pidfd)
+            os.close(self.identity.pidfd)
+        for descriptor in self._delivered.values():
+            os.close(descriptor)
+        self._delivered.clear()
+        self._drop_unsent()
+
+    def _end(self, how: str) -> None:
+        if self._open:
+            self.close()
+            self._on_end(self, how)
+
+    def _on_event(self, events: int) -> None:
+        if events & WRITE:
+            self._flush()
+        if events & HUNG_UP and self._unsent:
+            self._end("it closed its session")
+        if events & (READ | HUNG_UP) and self._open:
+            self._receive()
+
+    def _flush(self) -> None:
+        while self._unsent:
+            packet, descriptors = self._unsent[0]
+            if not self._try_send(packet, descriptors):
+                return
+            del self._unsent[0]
+            for descriptor in descriptors:
+                os.close(descriptor)
+        if self._open:
+            self._loop.modify(self._connection.fileno(), READ)
+
+    def _try_send(self, packet: bytes, descriptors: Sequence[int]) -> bool:
+        if not self._open:
+            return True
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors).tobytes())
+        try:
+            self._connection.sendmsg([packet], [rights] if descriptors else [])
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            # End-of-file will say so too, but perhaps only after an answer is due.
+            self._end(f"its session socket failed ({error.strerror})")
+        return True
+
+    def _drop_unsent(self) -> None:
+        for _packet, descriptors in self._unsent:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._unsent.clear()
+
+    def _receive(self) -> None:
+        """Read what is there; a peer that is not reading our packets is not read either."""
+        while self._open and not self._unsent:
+            try:
+                packet, descriptors, truncated = receive_packet(self._connection)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._end(f"its session socket failed ({error.strerror})")
+                return
+            if not packet and not descriptors:
+                self._end("it closed its session")
+                return
+            try:
+                self._handle(packet, descriptors, truncated=truncated)
+            except BrokerError as error:
+                refusal = wire.Refused("", error.status, error.to_payload().decode())
+                self.send(refusal)
+
+    def _handle(self, packet: bytes, descriptors: list[int], *, truncated: bool) -> None:
+        with contextlib.ExitStack() as unused:
+            for descriptor in descriptors:
+                unused.callback(os.close, descriptor)
+            if truncated:
+                raise BadRequest(f"a packet carries {MAX_DESCRIPTORS} descriptors at most")
+            message = wire.decode_to_broker(packet)
+            if isinstance(message, wire.Attach):
+                self._on_attach(self, message)
+                return
+            key = (message.request, message.what)
+            if len(descriptors) != 1 or key in self._delivered:
+                raise BadRequest("deliver carries one descriptor, once for each request")
+            if len(self._delivered) >= MAX_DELIVERED:
+                raise BadRequest(f"{MAX_DELIVERED} descriptors wait for their requests already")
+            unused.pop_all()
+            self._delivered[key] = descriptors[0]
+
+
+def receive_packet(connection: socket.socket) -> tuple[bytes, list[int], bool]:
+    """One packet, its descriptors (close-on-exec, owned by the caller), and whether it was cut.
+
+    Raises `OSError` as `recvmsg` does; an empty packet without descriptors is end-of-file.
+    """
+    room = socket.CMSG_SPACE(MAX_DESCRIPTORS * struct.calcsize("i"))
+    packet, ancillary, flags, _address = connection.recvmsg(
+        wire.MAX_SESSION_PACKET_BYTES, room, socket.MSG_CMSG_CLOEXEC
+    )
+    descriptors = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    cut = bool(flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC))
+    return packet, list(descriptors), cut

@@ -1,0 +1,115 @@
+"""Custody of descriptors: each set's slab and manifest. The one place that keeps memory alive.
+
+Kept behind this small interface so that it can live in a process of its own one day.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+
+from broker.devices.base import Device, DeviceError, DeviceOutOfMemory, StillMappedWritable
+from broker.errors import BadRequest, BrokerError, InternalError, OverBudget
+
+FREEZE_SECONDS = 2.0
+"""How long `freeze` waits for a writer that has said it is done to let go of its mapping."""
+MAX_MANIFEST_BYTES = 256 << 20
+"""200,000 tensors take 16 MB."""
+_SEALED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+class Store:
+    """Descriptors by set id. Each method may block; calls for one set must come one at a time."""
+
+    def __init__(self, devices: dict[str, Device]) -> None:
+        self._devices = devices
+        self._slabs: dict[int, int] = {}
+        self._readers: dict[int, int] = {}
+        self._manifests: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def create(self, set_id: int, device: str, nbytes: int, manifest: int) -> None:
+        """Create the set's slab; takes the manifest's descriptor over, also on error.
+
+        Raises:
+            OverBudget: the device has not got the memory.
+            InternalError: the device failed.
+        """
+        with self._lock:
+            self._manifests[set_id] = manifest
+        try:
+            slab = self._devices[device].create(nbytes)
+        except DeviceOutOfMemory as error:
+            free = self._devices[device].free_bytes()
+            raise OverBudget(
+                f"device {device} cannot give {nbytes} bytes although the broker's limit allows "
+                f"them ({error}); {free} are free there",
+                requested=nbytes,
+                free=free,
+                device=device,
+            ) from error
+        except DeviceError as error:
+            raise InternalError(f"no memory for the weights: {error}") from error
+        with self._lock:
+            self._slabs[set_id] = slab
+
+    def freeze(self, set_id: int, device: str) -> None:
+        """Make the slab immutable, waiting up to `FREEZE_SECONDS` for its writer to let go.
+
+        Raises:
+            BadRequest: it is still mapped writable.
+            InternalError: the device failed.
+        """
+        deadline = time.monotonic() + FREEZE_SECONDS
+        while True:
+            try:
+                reader = self._devices[device].freeze(self._slabs[set_id])
+                break
+            except StillMappedWritable as error:
+                if time.monotonic() > deadline:
+                    raise BadRequest(f"seal: {error}; unmap it before sealing") from error
+                time.sleep(0.01)
+            except DeviceError as error:
+                raise InternalError(f"the slab cannot be sealed: {error}") from error
+        with self._lock:
+            self._readers[set_id] = reader
+
+    def free(self, set_id: int) -> None:
+        """Close everything of this set. The memory goes with the last mapping. Idempotent."""
+        for table in (self._slabs, self._readers, self._manifests):
+            with self._lock:
+                descriptor = table.pop(set_id, None)
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def for_writer(self, set_id: int) -> list[int]:
+        """Borrowed: the slab, to be sent at once."""
+        return [self._slabs[set_id]]
+
+    def for_reader(self, set_id: int) -> list[int]:
+        """Borrowed: slab and manifest, to be sent at once."""
+        return [self._readers[set_id], self._manifests[set_id]]
+
+    def close(self) -> None:
+        for set_id in {*self._slabs, *self._readers, *self._manifests}:
+            self.free(set_id)
+
+
+def check_manifest(descriptor: int) -> None:
+    """Raise `BadRequest` unless the descriptor is a memfd that nobody can change any more."""
+    problem: BrokerError | None = None
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+        size = os.fstat(descriptor).st_size
+    except OSError as error:
+        raise BadRequest(f"reserve: the manifest is not a sealed memfd ({error})") from error
+    if seals & _SEALED != _SEALED:
+        problem = BadRequest("reserve: the manifest is not a sealed memfd (seals are missing)")
+    elif not 0 < size <= MAX_MANIFEST_BYTES:
+        problem = BadRequest(
+            f"reserve: the manifest has {size} bytes; 1 to {MAX_MANIFEST_BYTES} are allowed"
+        )
+    if problem is not None:
+        raise problem

@@ -1,0 +1,271 @@
+"""`EngineClient`: what an engine uses. Imports no torch; tensors do that when first asked for."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from broker import wire
+from broker.checkpoints.describe import describe_source
+from broker.checkpoints.files import open_checkpoint
+from broker.checkpoints.model_config import read_config
+from broker.devices import open_devices
+from broker.devices.base import Device
+from broker.errors import BadRequest, BrokerError, UsageError
+from broker.platform import check_ipc_platform_support
+from broker.quantization import check_ipc_quant_support, quantization_config_in
+from broker.rundir import DEFAULT_NAME, find_broker
+from broker.weights import WeightKey
+from engine_client.checkpoint import Checkpoint
+from engine_client.deadline import Deadline
+from engine_client.lease import attach
+from engine_client.observer import Operator
+from engine_client.progress import progress_printer
+from engine_client.session import Session, connect
+from engine_client.weight_set import WeightSet
+
+CANCEL_SECONDS = 2.0
+"""How long a call whose time ran out waits for the broker to confirm that nothing is left."""
+
+
+class EngineClient(Operator):
+    """One engine's connection to the broker of its node.
+
+    Usable from several threads. A forked child must make its own. Closing (or leaving the `with`
+    block) gives back every lease without live tensors; tensors that still live stay readable.
+
+    Args:
+        device: "cuda", "cuda:N", or "simulated" for the demonstration device; None: a GPU.
+        broker: the broker's name (`weight-broker serve --name`).
+        directory: where its sockets are; None: $WEIGHT_BROKER_DIR or the documented defaults.
+        label: what `weight-broker status` shows for this engine; None: the program's name.
+        timeout: seconds for connecting; not for loads.
+
+    Raises:
+        UnsupportedPlatformForIPCError: before any socket is opened.
+        BrokerNotFound: nobody listens; the sentence lists every path tried.
+        ProtocolMismatch: the broker serves another platform or speaks another protocol.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        *,
+        broker: str = DEFAULT_NAME,
+        directory: str | os.PathLike[str] | None = None,
+        label: str | None = None,
+        timeout: float | None = 10.0,
+    ) -> None:
+        wanted = device or "auto"
+        check_ipc_platform_support(where="engine", device=wanted)
+        self._device = _choose_device(wanted)
+        paths = find_broker(broker, None if directory is None else Path(directory))
+        self._session: Session = connect(
+            paths,
+            platform=self._device.properties.platform,
+            label=Path(sys.argv[0]).name if label is None else label,
+            timeout=timeout,
+        )
+        self._leases = itertools.count(1)
+        self._weights: weakref.WeakSet[WeightSet] = weakref.WeakSet()
+
+    @property
+    def epoch(self) -> str:
+        """Changes with every start of the broker."""
+        return self._session.epoch
+
+    @property
+    def is_connected(self) -> bool:
+        """False once the broker is lost or the client closed."""
+        return self._session.is_usable
+
+    def acquire(
+        self,
+        weights: Checkpoint | WeightKey | str,
+        *,
+        dtype: str | None = None,
+        layout: Mapping[str, int] | None = None,
+        format: str | None = None,  # noqa: A002 - the key's own word
+        quantization: str | None = None,
+        generation: str | None = None,
+        timeout: float | None = None,
+        progress: Callable[[wire.Progress], None] | None = None,
+    ) -> WeightSet:
+        """Map weights; load them first, once per node, if they are not resident. Blocks.
+
+        Args:
+            weights: a checkpoint, a set's whole key, or the name of a line (its newest generation).
+            dtype, layout, format, quantization: demanded of the set; None leaves it open.
+            generation: the label of the generation demanded.
+            timeout: seconds for everything; None: as long as it takes and the broker lives.
+            progress: called in this thread with the load's progress, at most 4 times a second;
+                None: a line on the terminal, if standard error is one.
+
+        Returns:
+            A lease's tensors, valid until released (and, tensor by tensor, as long as it lives).
+
+        Raises:
+            NotFound, LoadFailed, UnsupportedQuantForIPCError: the checkpoint cannot be served.
+            Mismatch: what is resident differs from what is demanded; `differing` names the fields.
+            OverBudget: it does not fit.
+            RequestTimeout: names the stage; the request is withdrawn and no lease is left.
+            BrokerLost, UsageError.
+        """
+        deadline = Deadline(timeout)
+        demand = wire.Demand(
+            device=self._device.properties.uuid,
+            dtype=dtype,
+            layout=None if layout is None else dict(layout),
+            format=format,
+            quantization=quantization,
+            generation=generation,
+        )
+        if isinstance(weights, Checkpoint):
+            return self._acquire_checkpoint(weights, demand, deadline, progress)
+        if isinstance(weights, WeightKey):
+            demand = _demand_of(weights, demand)
+        elif isinstance(weights, str):
+            demand = msgspec.structs.replace(demand, name=weights)
+        else:
+            raise BadRequest(
+                "acquire takes a Checkpoint(path), a WeightKey or a name, "
+                f"not {type(weights).__name__}"
+            )
+        what = demand.name or demand.checkpoint or "weights"
+        return self._acquire(demand, None, None, deadline, progress or progress_printer(what))
+
+    def _acquire_checkpoint(
+        self,
+        checkpoint: Checkpoint,
+        demand: wire.Demand,
+        deadline: Deadline,
+        progress: Callable[[wire.Progress], None] | None,
+    ) -> WeightSet:
+        demand = msgspec.structs.replace(demand, name=checkpoint.name)
+        show = progress or progress_printer(Path(checkpoint.path).name)
+        with open_checkpoint(checkpoint.path) as opened:
+            config = read_config(opened.folder)
+            check_ipc_quant_support(quantization_config_in(config or {}), where="engine")
+            source = describe_source(opened)
+            return self._acquire(demand, source, opened.folder, deadline, show)
+
+    def _acquire(
+        self,
+        demand: wire.Demand,
+        source: wire.Source | None,
+        folder: int | None,
+        deadline: Deadline,
+        progress: Callable[[wire.Progress], None],
+    ) -> WeightSet:
+        lease = str(next(self._leases))
+        waiting = _Stage(progress)
+        try:
+            granted = self._session.call(
+                "acquire",
+                wire.Acquire(lease, demand, source),
+                wire.Granted,
+                deadline=deadline,
+                stage=waiting,
+                on_progress=waiting.on_progress,
+                deliver=None if folder is None else ("source", folder),
+            )
+            attached = attach(self._session, self._device, granted, deadline)
+        except BaseException as error:
+            if not isinstance(error, BrokerError) or isinstance(error, TimeoutError):
+                self._withdraw(lease)
+            raise
+        weights = WeightSet(attached)
+        self._weights.add(weights)
+        return weights
+
+    def _withdraw(self, lease: str) -> None:
+        """Whatever the broker has made of the request, it holds no lease afterwards."""
+        if self._session.is_usable:
+            deadline = Deadline(CANCEL_SECONDS)
+            try:
+                self._session.call("cancel", wire.Cancel(lease), wire.Done, deadline=deadline)
+            except BrokerError:
+                # A broker too busy to confirm still has the request and will carry it out; one
+                # that is gone holds no lease.
+                return
+
+    def key_of(self, entry: Mapping[str, Any]) -> WeightKey:
+        """The key of a set as `status` lists it."""
+        return msgspec.convert(entry["key"], WeightKey)
+
+    def on_broker_lost(self, callback: Callable[[], None]) -> None:
+        """Call back once when the broker is gone, from another thread, at once if it is already.
+
+        Mapped weights stay valid; nothing new can be acquired through this client.
+        """
+        self._session.on_lost(callback)
+
+    def close(self) -> None:
+        """Give back what has no live tensors, end the session. Idempotent."""
+        for weights in list(self._weights):
+            if not weights.is_released and not weights.live_tensors():
+                weights.release()
+        self._session.close()
+
+    def __enter__(self) -> EngineClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _Stage:
+    """What an acquire is waiting for right now, for the time-out's sentence."""
+
+    def __init__(self, show: Callable[[wire.Progress], None]) -> None:
+        self._show = show
+        self._last: wire.Progress | None = None
+
+    def on_progress(self, progress: wire.Progress) -> None:
+        self._last = progress
+        self._show(progress)
+
+    def __str__(self) -> str:
+        if self._last is None:
+            return "waiting for the weights"
+        done, total = self._last.done, self._last.total
+        return f"waiting for the load ({self._last.stage}, {done} of {total} bytes)"
+
+
+def _choose_device(wanted: str) -> Device:
+    devices = open_devices(wanted.partition(":")[0])
+    index = wanted.partition(":")[2]
+    if not index:
+        return devices[0]
+    if not index.isdecimal() or int(index) >= len(devices):
+        raise UsageError(f"device {wanted!r}: this process sees {len(devices)} devices")
+    return devices[int(index)]
+
+
+def _demand_of(key: WeightKey, demand: wire.Demand) -> wire.Demand:
+    """A whole key demands every field it gives; "" leaves name, checkpoint and dtype open."""
+    if key.device and key.device != demand.device:
+        raise BadRequest(f"the key is for device {key.device}, this client is on {demand.device}")
+    return wire.Demand(
+        device=demand.device,
+        name=key.name or None,
+        checkpoint=key.checkpoint or None,
+        dtype=key.dtype or demand.dtype,
+        layout=dict(key.layout),
+        format=key.format,
+        quantization=key.quantization,
+        generation=demand.generation,
+    )

@@ -1,0 +1,27 @@
+"""One deadline for a whole operation, however many waits it is made of."""
+
+from __future__ import annotations
+
+import time
+
+from broker.errors import RequestTimeout
+
+
+class Deadline:
+    """`seconds` from now; None never comes."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self.seconds = seconds
+        self._at = None if seconds is None else time.monotonic() + seconds
+
+    def remaining(self) -> float | None:
+        """Seconds left, at least 0; None if there is no end."""
+        return None if self._at is None else max(0.0, self._at - time.monotonic())
+
+    def expired(self, stage: object) -> RequestTimeout:
+        """The error to raise: it names what was being waited for."""
+        return RequestTimeout(
+            f"timed out after {self.seconds} s while {stage}",
+            stage=str(stage),
+            seconds=self.seconds,
+        )

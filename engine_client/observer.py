@@ -1,0 +1,89 @@
+"""A client that maps nothing: for status, evict and shutdown, on any machine."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from broker import wire
+from broker.errors import RequestTimeout
+from broker.rundir import DEFAULT_NAME, find_broker
+from engine_client.deadline import Deadline
+from engine_client.session import Session, connect
+
+ANSWER_SECONDS = 10.0
+STOP_SECONDS = 30.0
+
+
+class Operator:
+    """What anybody may ask of a broker, mapping or not. A call blocks up to `timeout` seconds."""
+
+    _session: Session
+
+    def status(self, timeout: float | None = ANSWER_SECONDS) -> dict[str, Any]:
+        """Everything on the broker's books, as `weight-broker status --json` prints it."""
+        report = self._session.call("status", None, wire.StatusReport, deadline=Deadline(timeout))
+        return wire.as_plain(report)
+
+    def ping(self, timeout: float | None = ANSWER_SECONDS) -> wire.Pong:
+        """Ask whether the broker's loop turns."""
+        return self._session.call("ping", None, wire.Pong, deadline=Deadline(timeout))
+
+    def evict(self, weights: str, timeout: float | None = ANSWER_SECONDS) -> wire.Evicted:
+        """Have the broker forget sets (by id, name or identity) as soon as nobody leases them.
+
+        Raises:
+            NotFound: no such set.
+        """
+        message = wire.Evict(weights)
+        return self._session.call("evict", message, wire.Evicted, deadline=Deadline(timeout))
+
+    def shutdown(self, *, force: bool = False, timeout: float | None = ANSWER_SECONDS) -> None:
+        """Stop the broker in order.
+
+        Raises:
+            Busy: leases are held and `force` is false.
+        """
+        message = wire.Shutdown(force)
+        self._session.call("shutdown", message, wire.Done, deadline=Deadline(timeout))
+
+
+class Observer(Operator):
+    """A session without a device. Also a context manager.
+
+    Raises:
+        BrokerNotFound: nobody listens; the sentence lists every path tried.
+    """
+
+    def __init__(self, name: str = DEFAULT_NAME, directory: Path | None = None) -> None:
+        self._session = connect(find_broker(name, directory), platform=wire.NO_PLATFORM, label="")
+        self._lost = threading.Event()
+        self._session.on_lost(self._lost.set)
+
+    def wait_until_lost(self, timeout: float = STOP_SECONDS) -> None:
+        """Return when the broker has ended.
+
+        Raises:
+            RequestTimeout: it has not within `timeout` seconds.
+        """
+        if not self._lost.wait(timeout):
+            raise RequestTimeout(
+                f"the broker did not end within {timeout} s", stage="stopping", seconds=timeout
+            )
+
+    def close(self) -> None:
+        """End the session. Idempotent."""
+        self._session.close()
+
+    def __enter__(self) -> Observer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,232 @@
+"""A lease as engines see it: a mapping of names to read-only tensors.
+
+torch is imported with the first tensor, not before.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from broker.errors import UsageError
+from broker.weights import ITEM_BYTES, Manifest, WeightKey, storage_extent
+from engine_client.lease import Lease
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine_client.binding import Binding
+    from engine_client.views import SlabTensors
+
+_NAMES_SHOWN = 3
+
+
+class WeightSet(Mapping[str, "torch.Tensor"]):
+    """Weights mapped read-only from the broker's one copy.
+
+    Writing to a tensor is a fault of the process (SIGSEGV on the host, an illegal access on a GPU);
+    `bind(…, guard=True)` names such operations first. Tensors stay readable as long as anybody
+    holds them, whatever becomes of this object, its client or the broker.
+
+    Attributes:
+        key: the set's identity; `key.checkpoint` is its content's.
+        generation: its label in its line, or None for a set of no line.
+        set_id: the broker's number for it.
+        nbytes: bytes of its slab.
+        how: "resident", "loaded", "shared" or "hashed": what this acquire had to wait for.
+    """
+
+    def __init__(self, lease: Lease, device_index: int = 0) -> None:
+        granted = lease.granted
+        self.key: WeightKey = granted.key
+        self.generation = granted.generation
+        self.set_id = granted.set
+        self.nbytes = granted.nbytes
+        self.how = granted.how
+        self._lease = lease
+        self._device_index = device_index
+        self._lock = threading.RLock()
+        self._slab: SlabTensors | None = None
+        self._bindings: dict[int, Binding] = {}
+        self._released = False
+        self._offsets: dict[str, tuple[int, int]] | None = None
+        # Without tensors nothing else keeps the mapping; with them they take it over.
+        self._finalizer = weakref.finalize(self, lease.end)
+        self._finalizer.atexit = False
+
+    @property
+    def manifest(self) -> Manifest:
+        """Names, dtypes, shapes and places of all tensors. Needs no torch."""
+        return self._lease.manifest
+
+    # --- tensors --------------------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors().tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        for group in self.manifest.groups:
+            yield from group.names
+
+    def __len__(self) -> int:
+        return self._lease.granted.tensors
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors at once; faster than one by one."""
+        return self._tensors().all()
+
+    def memory(self, name: str) -> memoryview:
+        """A tensor's bytes, read-only, from its first to its last element. Needs no torch.
+
+        Only where the host can read the device's memory (the simulated device).
+
+        Raises:
+            KeyError: there is no such tensor.
+            UsageError: released.
+        """
+        self._check_readable()
+        if self._offsets is None:
+            self._offsets = dict(_extents(self.manifest))
+        return self._lease.memory(*self._offsets[name])
+
+    def slab_memory(self) -> memoryview:
+        """All bytes of the slab, padding included, read-only; as `memory`."""
+        self._check_readable()
+        return self._lease.whole_slab()
+
+    def _check_readable(self) -> None:
+        self._check_held()
+        if self._lease.platform != "simulated":
+            raise UsageError("memory() reads host memory; these weights are on a GPU")
+
+    def live_tensors(self) -> list[str]:
+        """Names of tensors (or views of them) that are alive and keep the memory mapped."""
+        if self._lease.has_views:
+            return ["(a memory view)"]
+        return [] if self._slab is None else self._slab.live_tensors()
+
+    # --- modules --------------------------------------------------------------------------
+
+    def bind(
+        self, module: torch.nn.Module, *, guard: bool = False, ignore: Sequence[str] = ()
+    ) -> Binding:
+        """Make the module's parameters read-only views of these weights, its buffers clones.
+
+        Args:
+            module: its parameters may be on the meta device (`parameters_on_meta`).
+            guard: name in-place operations on shared parameters before they fault; slower.
+            ignore: patterns (`fnmatch`) of stored names the module need not have.
+
+        Raises:
+            Mismatch: with every missing, unexpected and mismatched name; the module is unchanged.
+            UsageError: released, or the module is bound already.
+        """
+        from engine_client.binding import bind_module
+
+        binding = bind_module(module, self._tensors(), ignore=ignore, guard=guard)
+        self._bindings[id(module)] = binding
+        return binding
+
+    def detach(self, module: torch.nn.Module) -> None:
+        """Give a bound module private, writable copies; its ties stay tied.
+
+        Raises:
+            UsageError: it is not bound to these weights.
+        """
+        binding = self._bindings.pop(id(module), None)
+        if binding is None:
+            raise UsageError("detach: this module is not bound to these weights")
+        binding.detach()
+
+    # --- giving back ----------------------------------------------------------------------
+
+    @property
+    def is_released(self) -> bool:
+        return self._released
+
+    def release(self) -> None:
+        """Unmap and give the lease back. Idempotent.
+
+        Raises:
+            UsageError: tensors are alive; some are named, nothing has changed.
+        """
+        with self._lock:
+            if self._released:
+                return
+            alive = self.live_tensors()
+            if alive:
+                shown = ", ".join(alive[:_NAMES_SHOWN])
+                more = f" and {len(alive) - _NAMES_SHOWN} more" if len(alive) > _NAMES_SHOWN else ""
+                raise UsageError(
+                    f"release: tensors of these weights are still alive: {shown}{more}; drop them, "
+                    "or detach() the modules that hold them",
+                    alive=len(alive),
+                )
+            self._let_go()
+
+    def let_go(self) -> None:
+        """Give the lease back as soon as the last tensor dies, which may be now. Idempotent."""
+        with self._lock:
+            if not self._released:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        self._released = True
+        if self._slab is None:
+            self._finalizer()
+        else:
+            self._slab.close()
+
+    def _tensors(self) -> SlabTensors:
+        with self._lock:
+            self._check_held()
+            if self._slab is None:
+                from engine_client.views import SlabTensors
+
+                self._finalizer.detach()
+                lease = self._lease
+                self._slab = SlabTensors(
+                    lease.mapping,
+                    lease.manifest,
+                    lease.platform,
+                    device_index=self._device_index,
+                    on_last_release=lease.end,
+                )
+            return self._slab
+
+    def _check_held(self) -> None:
+        if self._released:
+            raise UsageError("these weights have been released; acquire them again")
+
+    def __enter__(self) -> WeightSet:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.release()
+        else:
+            self.let_go()  # the block's own error is the one to report
+
+    def __repr__(self) -> str:
+        name = self.key.name or self.key.checkpoint[:19]
+        return f"<WeightSet {name} {len(self)} tensors {self.nbytes} bytes set={self.set_id}>"
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def _extents(manifest: Manifest) -> Iterator[tuple[str, tuple[int, int]]]:
+    for group in manifest.groups:
+        extent = storage_extent(group.shape, group.stride, ITEM_BYTES[group.dtype])
+        for name, offset in zip(group.names, group.offsets, strict=True):
+            yield name, (offset, extent)
