@@ -1,0 +1,37 @@
+"""The safetensors library reads each header too, before a byte is copied.
+
+Our own reader is the stricter one (tests/checkpoints/test_against_library.py), so this refuses
+nothing today; it is there for the day the format changes and for a mistake of ours. The only module
+of this package that imports the library, and the loader the only process. The library opens no file
+without numpy, whatever framework it is told; where there is none, our reader stands alone.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from safetensors import SafetensorError, safe_open
+
+from broker.checkpoints.faults import load_failed, quoted
+
+_log = logging.getLogger(__name__)
+
+
+def require_library_agrees(descriptor: int, file: str) -> None:
+    """Let the library check an open file's header. Maps the file, touches no weight.
+
+    Raises:
+        LoadFailed: "not_safetensors", with the library's own words.
+    """
+    try:
+        with safe_open(f"/proc/self/fd/{descriptor}", framework="numpy"):
+            return
+    except ModuleNotFoundError as error:
+        _log.debug("no second opinion on %s: %s", file, error)
+    except (SafetensorError, OSError) as error:
+        raise load_failed(
+            "not_safetensors",
+            f"the safetensors library refuses {quoted(file)}: {quoted(str(error))[1:-1]}; download "
+            "it again, or write it with a newer version of the library",
+            file=file,
+        ) from error
