@@ -19,6 +19,8 @@ at least 16)."""
 
 MANIFEST_VERSION = 1
 
+_INT64_MAX = (1 << 63) - 1
+
 ITEM_BYTES: dict[str, int] = {
     "bool": 1,
     "uint8": 1,
@@ -128,21 +130,26 @@ def decode_manifest(data: bytes | memoryview, slab_nbytes: int) -> Manifest:
     """
     try:
         manifest = _manifest_decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise BadRequest(f"the manifest cannot be decoded: {error}") from error
     validate_manifest(manifest, slab_nbytes)
     return manifest
 
 
 def validate_manifest(manifest: Manifest, slab_nbytes: int) -> None:
-    """Raise `BadRequest` unless every storage lies inside the slab and none overlaps another."""
+    """Raise `BadRequest` unless a client can map what the manifest describes.
+
+    Every storage begins at a multiple of `SLOT_ALIGNMENT`, lies inside the slab and overlaps no
+    other; every tensor of an alias group lies inside the group's storage, a whole number of
+    elements from its start; every name is there once.
+    """
     if manifest.version != MANIFEST_VERSION:
         raise BadRequest(
             f"the manifest is of version {manifest.version}, this client reads {MANIFEST_VERSION}"
         )
-    if manifest.nbytes > slab_nbytes:
+    if not 0 <= manifest.nbytes <= slab_nbytes:
         raise BadRequest(
-            f"the manifest describes {manifest.nbytes} bytes, its slab has only {slab_nbytes}"
+            f"the manifest describes {manifest.nbytes} bytes, its slab has {slab_nbytes}"
         )
     aliased = _validate_aliases(manifest)
     starts: list[int] = [alias.offset for alias in manifest.aliases if alias.nbytes]
@@ -151,17 +158,18 @@ def validate_manifest(manifest: Manifest, slab_nbytes: int) -> None:
     for group in manifest.groups:
         extent = _validate_group(group, manifest.nbytes)
         seen.update(group.names)
-        if not extent:
-            continue
         offsets = group.offsets
         if aliased and not aliased.keys().isdisjoint(group.names):
             offsets = _validate_aliased(group, extent, aliased)
-        starts += offsets
-        ends += [offset + extent for offset in offsets]
+        if extent:
+            starts += offsets
+            ends += [offset + extent for offset in offsets]
     if len(seen) != manifest.tensor_count:
         raise BadRequest("the manifest names a tensor twice")
     if not aliased.keys() <= seen:
         raise BadRequest("the manifest ties a name it does not describe")
+    if any(start % SLOT_ALIGNMENT for start in starts):
+        raise BadRequest(f"a storage of the manifest is not aligned to {SLOT_ALIGNMENT} bytes")
     _validate_disjoint(starts, ends)
 
 
@@ -170,6 +178,8 @@ def _validate_aliases(manifest: Manifest) -> dict[str, AliasGroup]:
     for alias in manifest.aliases:
         if alias.offset < 0 or alias.nbytes < 0 or alias.offset + alias.nbytes > manifest.nbytes:
             raise BadRequest(f"the storage of {alias.names[:1]} lies outside the slab")
+        if not alias.names:
+            raise BadRequest("an alias group of the manifest has no names")
         for name in alias.names:
             if name in aliased:
                 raise BadRequest(f"the manifest puts {name!r} into two alias groups")
@@ -190,13 +200,12 @@ def _validate_group(group: TensorGroup, nbytes: int) -> int:
     extent = storage_extent(group.shape, group.stride, item)
     if min(group.offsets) < 0 or max(group.offsets) + extent > nbytes:
         raise BadRequest(f"a tensor of the group of {first!r} lies outside the slab")
-    if any(offset % item for offset in group.offsets):
-        raise BadRequest(f"a tensor of the group of {first!r} is not aligned to its elements")
     return extent
 
 
 def _validate_aliased(group: TensorGroup, extent: int, aliased: dict[str, AliasGroup]) -> list[int]:
     """The offsets of the tensors with a storage of their own; the others lie inside their group."""
+    item = ITEM_BYTES[group.dtype]
     own = []
     for name, offset in zip(group.names, group.offsets, strict=True):
         alias = aliased.get(name)
@@ -204,6 +213,8 @@ def _validate_aliased(group: TensorGroup, extent: int, aliased: dict[str, AliasG
             own.append(offset)
         elif offset < alias.offset or offset + extent > alias.offset + alias.nbytes:
             raise BadRequest(f"tensor {name!r} lies outside the storage it is said to share")
+        elif (offset - alias.offset) % item:
+            raise BadRequest(f"tensor {name!r} lies between the elements of the storage it shares")
     return own
 
 
@@ -219,10 +230,17 @@ def storage_extent(shape: list[int], stride: list[int], item_bytes: int) -> int:
     """Bytes from the first element of a strided tensor to past its last; 0 if it has none.
 
     Raises:
-        BadRequest: shape and stride of different length, or a negative entry.
+        BadRequest: shape and stride of different length, a negative entry, or more elements than
+            torch can count (a stride of 0 costs no memory, so the slab's size is no limit).
     """
     if len(shape) != len(stride) or any(n < 0 for n in shape) or any(n < 0 for n in stride):
         raise BadRequest(f"shape {shape} and stride {stride} do not describe a tensor")
+    # Dimensions of 0 count as 1: torch multiplies the others all the same (TensorImpl.h).
+    if (
+        prod(max(n, 1) for n in shape) * item_bytes > _INT64_MAX
+        or max(stride, default=0) > _INT64_MAX
+    ):
+        raise BadRequest(f"a tensor of shape {shape} and stride {stride} is too large for torch")
     if 0 in shape:
         return 0
     return item_bytes * (1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)))
