@@ -36,8 +36,10 @@ from broker.devices.base import (
 )
 
 UUID = "SIM-0"
+"""The simulated device is one for each node."""
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MADV_DONTFORK = 10  # linux/mman.h
+_LARGEST_FILE = (1 << 63) - 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -71,7 +73,13 @@ class SimulatedDevice(Device):
 
     def create(self, nbytes: int) -> int:
         check_slab_size(nbytes, self.properties)
-        descriptor = os.memfd_create("weight-broker-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        if nbytes > _LARGEST_FILE:
+            raise DeviceOutOfMemory(f"create on {UUID}: {nbytes} bytes are more than any file has")
+        try:
+            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            descriptor = os.memfd_create("weight-broker-slab", flags)
+        except OSError as error:
+            raise _translated("create", error) from error
         try:
             os.ftruncate(descriptor, nbytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS)
@@ -82,13 +90,15 @@ class SimulatedDevice(Device):
 
     def freeze(self, descriptor: int) -> int:
         try:
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
+            # Sealed already if the reopening failed the first time.
+            if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE:
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
+            # A descriptor opened for writing cannot be mapped shared any more, not even read-only.
+            return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             if error.errno == errno.EBUSY:
                 raise StillMappedWritable("freeze: the slab is still mapped writable") from error
             raise _translated("freeze", error) from error
-        # A descriptor opened for writing cannot be mapped shared any more, not even read-only.
-        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
     def map(self, descriptor: int, nbytes: int, *, writable: bool) -> Mapping:
         _check_slab(descriptor, nbytes)
@@ -100,7 +110,10 @@ class SimulatedDevice(Device):
 
 
 class HostMapping(Mapping):
-    """A shared mapping that forked children do not inherit."""
+    """A shared mapping that forked children do not inherit, nor unmap.
+
+    In a child something else may lie at the address by the time this object is closed there.
+    """
 
     def __init__(self, descriptor: int, nbytes: int, *, writable: bool) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
@@ -112,13 +125,15 @@ class HostMapping(Mapping):
         self.nbytes = nbytes
         self._lock = threading.Lock()
         self._open = True
+        self._pid = os.getpid()
         _libc.madvise(address, nbytes, _MADV_DONTFORK)
 
     def close(self) -> None:
         with self._lock:
             if self._open:
                 self._open = False
-                _libc.munmap(self.address, self.nbytes)
+                if os.getpid() == self._pid:
+                    _libc.munmap(self.address, self.nbytes)
 
 
 class _HostBuffer(StagingBuffer):
@@ -142,12 +157,15 @@ class _DescriptorWriter(SlabWriter):
         assert isinstance(buffer, _HostBuffer)  # noqa: S101 - our own ring
         try:
             for segment in segments:
-                self._write(buffer.view[segment.start : segment.start + segment.nbytes], segment)
+                self._write(buffer.view, segment)
         finally:
             self._free.put(buffer)
 
-    def _write(self, data: memoryview, segment: Segment) -> None:
-        offset = segment.offset
+    def _write(self, piece: memoryview, segment: Segment) -> None:
+        offset, end = segment.offset, segment.start + segment.nbytes
+        if min(segment.start, segment.nbytes, offset) < 0 or end > PIECE_BYTES:
+            raise DeviceError(f"write on {UUID}: {segment} is not inside a buffer of {PIECE_BYTES}")
+        data = piece[segment.start : end]
         while data:
             try:
                 written = os.pwrite(self._descriptor, data, offset)
@@ -167,7 +185,7 @@ def _check_slab(descriptor: int, nbytes: int) -> None:
         raise DeviceError(f"map on {UUID}: the descriptor is not a slab ({error})") from error
     if seals & _SIZE_SEALS != _SIZE_SEALS:
         raise DeviceError(f"map on {UUID}: the slab's size is not sealed, so it could be cut short")
-    if size < nbytes:
+    if not 0 < nbytes <= size:
         raise DeviceError(f"map on {UUID}: the slab has {size} bytes, {nbytes} were announced")
 
 
