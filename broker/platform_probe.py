@@ -25,19 +25,7 @@ DRIVER_DEADLINE_SECONDS = 60.0
 """How long a driver may take to initialise. Without persistence mode NVIDIA's needs one to three
 seconds for each GPU ("Driver Persistence" in its documentation), and nodes have up to sixteen."""
 
-LIBRARIES: dict[Vendor, tuple[str, ...]] = {
-    "nvidia": ("libcuda.so.1",),
-    # Without the development package there is only the name with the major version.
-    "amd": (
-        "libamdhip64.so",
-        "libamdhip64.so.7",
-        "libamdhip64.so.6",
-        "libamdhip64.so.5",
-        "/opt/rocm/lib/libamdhip64.so",
-    ),
-}
-"""Where each vendor's driver library is looked for, in this order."""
-
+VENDORS: tuple[Vendor, ...] = ("nvidia", "amd")
 _CHILD = Path(__file__).with_name("driver_child.py")
 _DISPLAY_CLASSES = ("0x03", "0x12")  # PCI base classes: display controller, accelerator
 
@@ -133,7 +121,7 @@ def ask_drivers(
 ) -> tuple[DriverAnswer, ...]:
     """Ask both drivers at the same time; see `Probe.ask_drivers`."""
     deadline = time.monotonic() + deadline_seconds
-    started = [(vendor, _start(vendor, environ, child)) for vendor in LIBRARIES]
+    started = [(vendor, _start(vendor, environ, child)) for vendor in VENDORS]
     return tuple(
         _collect(vendor, process, deadline, deadline_seconds) for vendor, process in started
     )
@@ -142,9 +130,13 @@ def ask_drivers(
 def _start(
     vendor: Vendor, environ: Mapping[str, str], child: Path
 ) -> subprocess.Popen[bytes] | OSError:
+    # Not at the top: the devices need Linux, where this module must import without and say so.
+    from broker.devices.libraries import candidates
+
     # Isolated (-I): without it the script's folder comes first on the path, and our platform.py
     # would hide the standard library's.
-    command = [sys.executable, "-I", "-S", str(child), vendor, *_libraries(vendor)]
+    libraries = candidates(vendor, environ)
+    command = [sys.executable, "-I", "-S", str(child), vendor, *libraries]
     try:
         return subprocess.Popen(
             command,
@@ -155,13 +147,6 @@ def _start(
         )
     except OSError as error:
         return error
-
-
-def _libraries(vendor: Vendor) -> tuple[str, ...]:
-    """The usual places and, for AMD, the copy that torch's ROCm wheels bring along."""
-    folder = _torch_folder() if vendor == "amd" else None
-    bundled = (str(folder / "lib" / "libamdhip64.so"),) if folder else ()
-    return LIBRARIES[vendor] + bundled
 
 
 def _collect(

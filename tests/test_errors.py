@@ -18,6 +18,7 @@ from broker.errors import (
     ERROR_STATUSES,
     MAX_SENTENCE_BYTES,
     BadRequest,
+    BindError,
     BrokerError,
     BrokerLost,
     BrokerNotFound,
@@ -38,8 +39,7 @@ CLASSES = {
     for name, each in vars(errors).items()
     if isinstance(each, type) and issubclass(each, BrokerError) and each is not BrokerError
 }
-CLIENT_ONLY = (BrokerNotFound, BrokerLost, UsageError)
-WIRE = [each for each in CLASSES.values() if each not in CLIENT_ONLY]
+WIRE = [errors._BY_STATUS[status] for status in sorted(ERROR_STATUSES)]
 
 STATUSES_OF_THE_CONTRACT = {
     "bad-request",
@@ -62,19 +62,23 @@ STATUSES_OF_THE_CONTRACT = {
 
 
 def test_tree() -> None:
-    """The tree in the module's docstring names every class, and no other."""
+    """The tree in the module's docstring names every class below its own base, and no other."""
     assert errors.__doc__ is not None
-    drawn = re.findall(r"[├└]── (\w+)", errors.__doc__)
-    assert drawn == list(CLASSES)
-    assert all(each.__bases__[0] is BrokerError for each in CLASSES.values())
+    path = ["BrokerError"]
+    drawn = {}
+    for branches, name in re.findall(r"^ {4}((?:[│ ] {3})*)[├└]── (\w+)", errors.__doc__, re.M):
+        depth = len(branches) // 4 + 1
+        path = [*path[:depth], name]
+        drawn[name] = path[-2]
+    assert drawn == {name: each.__bases__[0].__name__ for name, each in CLASSES.items()}
+    assert list(drawn) == list(CLASSES)
 
 
 def test_statuses() -> None:
     """There is one status word for each error that travels, as the contract lists them."""
     assert ERROR_STATUSES == STATUSES_OF_THE_CONTRACT
     assert sorted(each.status for each in WIRE) == sorted(STATUSES_OF_THE_CONTRACT)
-    for each in CLIENT_ONLY:
-        assert each.status in ERROR_STATUSES
+    assert {each.status for each in CLASSES.values()} == ERROR_STATUSES
 
 
 def test_exit_codes() -> None:
@@ -87,6 +91,7 @@ def test_exit_codes() -> None:
         "NoSession": 4,
         "NotFound": 5,
         "Mismatch": 6,
+        "BindError": 6,
         "Busy": 7,
         "OverBudget": 8,
         "LoadFailed": 9,
@@ -134,7 +139,12 @@ def test_each_status_makes_the_round_trip(each: type[BrokerError]) -> None:
 
 @pytest.mark.parametrize(
     ("each", "becomes"),
-    [(BrokerNotFound, NotFound), (BrokerLost, ShuttingDown), (UsageError, BadRequest)],
+    [
+        (BrokerNotFound, NotFound),
+        (BrokerLost, ShuttingDown),
+        (UsageError, BadRequest),
+        (BindError, Mismatch),
+    ],
 )
 def test_client_errors_share_their_words(
     each: type[BrokerError], becomes: type[BrokerError]
