@@ -1,6 +1,6 @@
 """The contract of `broker.devices.base`, held against every device that can be had here.
 
-A device joins by one more entry in `DEVICES`.
+A device joins by one more entry in `DEVICES`: the name of a fixture that gives a `Candidate`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from broker.devices.base import PIECE_BYTES, Device, DeviceError, Mapping, Segment
+from broker.devices.discovery import open_devices, open_driver
 from broker.devices.simulated import SimulatedDevice
+from tests.fake_driver.build import FakeDriver
 
 PATIENCE_SECONDS = 20
 
@@ -34,13 +36,35 @@ def read_host(device: Device, mapping: Mapping, offset: int, nbytes: int) -> byt
     return ctypes.string_at(mapping.address + offset, nbytes)
 
 
-DEVICES = [pytest.param(Candidate(SimulatedDevice, read_host), id="simulated")]
+def open_gpu() -> Device:
+    return open_devices(open_driver())[0]
+
+
+@pytest.fixture
+def simulated() -> Candidate:
+    return Candidate(SimulatedDevice, read_host)
+
+
+@pytest.fixture
+def on_fake_cuda(fake_cuda: FakeDriver) -> Candidate:
+    """Device `cuda` on the fake NVIDIA driver, whose addresses are the host's."""
+    return Candidate(open_gpu, read_host)
+
+
+@pytest.fixture
+def on_fake_hip(fake_hip: FakeDriver) -> Candidate:
+    """Device `cuda` on the fake AMD driver, whose addresses are the host's."""
+    return Candidate(open_gpu, read_host)
+
+
+DEVICES = ["simulated", "on_fake_cuda", "on_fake_hip"]
 
 
 @pytest.fixture(params=DEVICES)
 def candidate(request: pytest.FixtureRequest) -> Candidate:
-    assert isinstance(request.param, Candidate)
-    return request.param
+    found = request.getfixturevalue(request.param)
+    assert isinstance(found, Candidate)
+    return found
 
 
 @pytest.fixture

@@ -1,0 +1,254 @@
+"""Slabs in GPU memory: one device of either vendor, over its driver.
+
+Creating, exporting, freezing and asking for free memory open no context on NVIDIA devices, so the
+broker costs its devices nothing but the weights. `map` and `open_writer` open one, the one that
+torch uses in the process.
+
+A GPU cannot freeze memory: engines get it read-only because they ask for it so, and whoever holds
+a descriptor could ask otherwise. The broker hands a slab to readers only when its writer has
+unmapped it, on its word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable, Hashable
+
+from broker.devices.base import (
+    Device,
+    DeviceError,
+    DeviceOutOfMemory,
+    DeviceProperties,
+    Mapping,
+    SlabWriter,
+    check_slab_size,
+)
+from broker.devices.cuda_writer import RingWriter
+from broker.devices.driver import Capabilities, Context, Driver
+
+PATIENCE_SECONDS = 5.0
+"""How long `create` waits for memory that a process has just stopped using: the driver returns it
+when it has torn down the process's context, some time after the process has gone."""
+
+RETRY_SECONDS = 0.05
+
+
+class CudaDevice(Device):
+    """One GPU or MIG slice, as this process sees it. Asks the driver, opens no context.
+
+    Args:
+        driver: initialised.
+        ordinal: the device's number in this process; torch calls it "cuda:<ordinal>".
+        patience_seconds, clock, wait: how long `create` tries, and what it measures that with.
+
+    Raises:
+        DeviceError: the driver cannot describe the device or has no virtual memory management.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        ordinal: int,
+        *,
+        patience_seconds: float = PATIENCE_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.driver = driver
+        self.ordinal = ordinal
+        self.properties = DeviceProperties(
+            uuid=driver.uuid(ordinal),
+            name=driver.name(ordinal),
+            platform=driver.platform,
+            granularity=driver.granularity(ordinal),
+            total_bytes=driver.total_bytes(ordinal),
+        )
+        self.capabilities: Capabilities = driver.capabilities(ordinal)
+        self._patience = patience_seconds
+        self._clock = clock
+        self._wait = wait
+        self._lock = threading.Lock()
+        self._shared: dict[Hashable, _Mapped] = {}
+
+    def free_bytes(self) -> int:
+        return self.driver.free_bytes(self.ordinal)
+
+    def create(self, nbytes: int) -> int:
+        check_slab_size(nbytes, self.properties)
+        if nbytes > self.properties.total_bytes:
+            raise self._out_of_memory(nbytes, f"create on {self.properties.uuid}")
+        deadline = self._clock() + self._patience
+        while True:
+            try:
+                return self.driver.create_slab(self.ordinal, nbytes, rdma=self.capabilities.rdma)
+            except DeviceOutOfMemory as error:
+                if self._clock() >= deadline:
+                    raise self._out_of_memory(nbytes, str(error)) from error
+            self._wait(RETRY_SECONDS)
+
+    def _out_of_memory(self, nbytes: int, what: str) -> DeviceOutOfMemory:
+        total = self.properties.total_bytes
+        try:
+            free = f"{self.free_bytes()} of {total} bytes are free"
+        except DeviceError as unknown:
+            free = f"the device has {total} bytes, how many are free is unknown ({unknown})"
+        return DeviceOutOfMemory(f"{what}: {nbytes} bytes were asked for, {free}")
+
+    def freeze(self, descriptor: int) -> int:
+        """A second descriptor of the slab; a GPU has no way to take rights from the first."""
+        try:
+            return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+        except OSError as error:
+            raise DeviceError(f"freeze on {self.properties.uuid}: {error.strerror}") from error
+
+    def map(
+        self, descriptor: int, nbytes: int, *, writable: bool, slab: Hashable | None = None
+    ) -> Mapping:
+        """See `Device.map`; the size must be the slab's own.
+
+        Args:
+            slab: what tells this slab from any other of the broker's, for good. Mappings of the
+                same slab, size and access then share one address range, which is unmapped with the
+                last of them. `None`: a range of its own.
+        """
+        self._check_size(nbytes)
+        key = None if slab is None else (slab, nbytes, writable)
+        with self._lock:
+            mapped = self._shared.get(key) if key else None
+            if mapped is None:
+                mapped = _Mapped(self, descriptor, nbytes, writable=writable, key=key)
+                if key:
+                    self._shared[key] = mapped
+            mapped.users += 1
+        return CudaMapping(self, mapped)
+
+    def _check_size(self, nbytes: int) -> None:
+        granularity, total = self.properties.granularity, self.properties.total_bytes
+        if not 0 < nbytes <= total or nbytes % granularity:
+            raise DeviceError(
+                f"map({nbytes}) on {self.properties.uuid}: a slab of this device is a multiple of "
+                f"{granularity} and at most {total} bytes"
+            )
+
+    def release_user(self, mapped: _Mapped) -> None:
+        """One mapping less; the last one waits for the device and unmaps (for `CudaMapping`)."""
+        with self._lock:
+            mapped.users -= 1
+            if mapped.users:
+                return
+            if mapped.key:
+                self._shared.pop(mapped.key, None)
+        try:
+            mapped.wait()
+        except DeviceError:
+            mapped.users += 1  # still mapped: the device may be using it
+            raise
+        mapped.unmap()
+
+    def read(self, mapping: Mapping, offset: int, nbytes: int) -> bytes:
+        """Copy bytes of a mapped slab to the host, after waiting for the device.
+
+        Raises:
+            DeviceError: the range is not inside the mapping, or the copy failed.
+        """
+        if offset < 0 or nbytes < 0 or offset + nbytes > mapping.nbytes:
+            raise DeviceError(
+                f"read on {self.properties.uuid}: {nbytes} bytes from {offset} are not inside the "
+                f"mapping of {mapping.nbytes}"
+            )
+        target = ctypes.create_string_buffer(nbytes)
+        opened = contextlib.closing(self.driver.open_context(self.ordinal))
+        with opened as context, context.current():
+            device = self.properties.uuid
+            self.driver.call("synchronise", device=device)
+            self.driver.call("copy_out", target, mapping.address + offset, nbytes, device=device)
+        return target.raw
+
+    def open_writer(self, descriptor: int, nbytes: int, *, buffers: int) -> SlabWriter:
+        mapping = self.map(descriptor, nbytes, writable=True)
+        try:
+            return RingWriter(self.driver, self.ordinal, mapping, buffers)
+        except BaseException:
+            mapping.close()
+            raise
+
+
+class CudaMapping(Mapping):
+    """A slab mapped for this process's device. See `Mapping`.
+
+    `close` raises `DeviceError` when the device cannot be waited for, as during the capture of a
+    CUDA graph or after a fault; the slab is then still mapped and `close` may be called again.
+    In a forked child it does nothing: no driver works there.
+    """
+
+    def __init__(self, device: CudaDevice, mapped: _Mapped) -> None:
+        self.address = mapped.address
+        self.nbytes = mapped.nbytes
+        self._device = device
+        self._mapped: _Mapped | None = mapped
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    def close(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._mapped is not None:
+                self._device.release_user(self._mapped)
+                self._mapped = None
+
+
+class _Mapped:
+    """One address range with a slab behind it, and the context that keeps the device open."""
+
+    def __init__(
+        self,
+        device: CudaDevice,
+        descriptor: int,
+        nbytes: int,
+        *,
+        writable: bool,
+        key: Hashable | None,
+    ) -> None:
+        self.nbytes = nbytes
+        self.users = 0
+        self.key = key
+        self._driver = driver = device.driver
+        self._label = device.properties.uuid
+        ordinal = device.ordinal
+        driver.check_descriptor(ordinal, descriptor, nbytes)
+        with contextlib.ExitStack() as undo:
+            self._context: Context = driver.open_context(ordinal)
+            undo.callback(self._context.close)
+            handle = driver.import_slab(ordinal, descriptor)
+            # Held until the range is unmapped: releases of AMD's runtime differ in what a mapping
+            # keeps alive by itself.
+            undo.callback(driver.release, ordinal, handle)
+            self._check_home(ordinal, handle)
+            self.address = driver.reserve(ordinal, nbytes, device.properties.granularity)
+            undo.callback(driver.free_address, ordinal, self.address, nbytes)
+            driver.map(ordinal, self.address, nbytes, handle)
+            undo.callback(driver.unmap, ordinal, self.address, nbytes)
+            driver.allow(ordinal, self.address, nbytes, writable=writable)
+            self._undo = undo.pop_all()
+
+    def _check_home(self, ordinal: int, handle: int) -> None:
+        home = self._driver.home(ordinal, handle)
+        if home != ordinal:
+            raise DeviceError(
+                f"map on {self._label}: the slab is on another device ({self._driver.label(home)})"
+            )
+
+    def wait(self) -> None:
+        """Block until the device has done all that this process asked of it."""
+        with self._context.current():
+            self._driver.call("synchronise", device=self._label)
+
+    def unmap(self) -> None:
+        """Unmap and let go of everything, also when one of the steps fails."""
+        self._undo.close()
