@@ -140,7 +140,7 @@ def test_hanging_driver(ask: Ask) -> None:
     before = children()
     start = time.monotonic()
     answers = ask(deadline=0.5, FAKE_HANG="1")
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
     failure = "it has not initialised within 0.5 seconds"
     assert [(answer.failure, answer.reason) for answer in answers] == [(failure, "driver-hung")] * 2
     for thread in threading.enumerate():
