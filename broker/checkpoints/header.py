@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import stat
 from dataclasses import dataclass
+from math import prod
 from operator import attrgetter
 
 import msgspec
@@ -222,41 +223,42 @@ def _placed(entries: dict[str, Entry], start: int, size: int, file: str) -> list
 
 
 def _layout(name: str, entry: Entry, file: str) -> tuple[str, tuple[int, ...], int]:
-    """torch's dtype and shape, and the bytes they need.
-
-    The product of the dimensions that are not zero has to fit int64 too: torch computes strides
-    from it, and the reference's answer depends on the order of the dimensions.
-    """
-    where = f"tensor {quoted(name)} in {quoted(file)}"
-
-    def bad(reason: str, what: str) -> LoadFailed:
-        return load_failed(reason, f"{where} {what}; {cure}", file=file, tensor=name)
-
-    cure = "no tensor has such a shape, so whatever wrote the file has to be mended"
+    """torch's dtype and shape, and the bytes they need."""
     dtype, bits = DTYPES.get(entry.dtype, ("", 0))
-    if not bits:
-        cure = "convert it to one they do"
-        raise bad(
-            "unknown_dtype",
-            f"has the dtype {quoted(entry.dtype)}, which safetensors and torch do not both know",
-        )
     shape = entry.shape
-    if len(shape) > MAX_DIMENSIONS:
-        raise bad("bad_shape", f"has {len(shape)} dimensions; torch takes {MAX_DIMENSIONS}")
-    if any(n < 0 or n > _INT64_MAX for n in shape):
-        raise bad("bad_shape", "has a dimension that is negative or above 2**63 - 1")
-    elements = 1
-    for n in shape:
-        elements *= n or 1
-    if 0 in shape:
-        if elements > _INT64_MAX:
-            raise bad("bad_shape", "is empty, but its other dimensions multiply to over 2**63 - 1")
-        elements = 0
+    fault = _shape_fault(shape, bits) if bits else _dtype_fault(entry.dtype)
+    if fault is not None:
+        reason, what = fault
+        sentence = f"tensor {quoted(name)} in {quoted(file)} {what}"
+        raise load_failed(reason, sentence, file=file, tensor=name)
+    nbytes = prod(shape) * bits // 8
     if bits < 8:
-        if not shape or shape[-1] * bits % 8:
-            raise bad("subbyte_shape", f"packs {bits}-bit elements into rows of no whole bytes")
         shape = (*shape[:-1], shape[-1] * bits // 8)
-    return dtype, shape, elements * bits // 8
+    return dtype, shape, nbytes
+
+
+def _dtype_fault(dtype: str) -> tuple[str, str]:
+    what = f"has the dtype {quoted(dtype)}, which safetensors and torch do not both know"
+    return "unknown_dtype", f"{what}; convert it to one they do"
+
+
+def _shape_fault(shape: tuple[int, ...], bits: int) -> tuple[str, str] | None:
+    """Reason and words for a shape no tensor can have.
+
+    The product of the dimensions that are not zero has to fit int64 too where one is zero: torch
+    computes strides from it, and the reference's answer depends on the order of the dimensions.
+    Without a zero it has to fit the file, which is checked later.
+    """
+    cure = "write the file again with the safetensors library"
+    if len(shape) > MAX_DIMENSIONS:
+        return "bad_shape", f"has {len(shape)} dimensions, torch takes {MAX_DIMENSIONS}; {cure}"
+    if any(n < 0 or n > _INT64_MAX for n in shape):
+        return "bad_shape", f"has a dimension that is negative or above 2**63 - 1; {cure}"
+    if 0 in shape and prod(n or 1 for n in shape) > _INT64_MAX:
+        return "bad_shape", f"is empty, but its other dimensions exceed 2**63 - 1; {cure}"
+    if bits < 8 and (not shape or shape[-1] * bits % 8):
+        return "subbyte_shape", f"packs {bits}-bit elements into rows of no whole bytes; {cure}"
+    return None
 
 
 def _wrong_size(name: str, entry: Entry, nbytes: int, file: str) -> LoadFailed:
