@@ -220,14 +220,14 @@ class _Mapped:
         self.key = key
         self._driver = driver = device.driver
         self._label = device.properties.uuid
-        ordinal = device.ordinal
+        self._ordinal = ordinal = device.ordinal
         driver.check_descriptor(ordinal, descriptor, nbytes)
         with contextlib.ExitStack() as undo:
             self._context: Context = driver.open_context(ordinal)
             undo.callback(self._context.close)
-            handle = driver.import_slab(ordinal, descriptor)
             # Held until the range is unmapped: releases of AMD's runtime differ in what a mapping
             # keeps alive by itself.
+            self._handle = handle = driver.import_slab(ordinal, descriptor)
             undo.callback(driver.release, ordinal, handle)
             self._check_home(ordinal, handle)
             self.address = driver.reserve(ordinal, nbytes, device.properties.granularity)
@@ -235,7 +235,7 @@ class _Mapped:
             driver.map(ordinal, self.address, nbytes, handle)
             undo.callback(driver.unmap, ordinal, self.address, nbytes)
             driver.allow(ordinal, self.address, nbytes, writable=writable)
-            self._undo = undo.pop_all()
+            undo.pop_all()
 
     def _check_home(self, ordinal: int, handle: int) -> None:
         home = self._driver.home(ordinal, handle)
@@ -250,5 +250,9 @@ class _Mapped:
             self._driver.call("synchronise", device=self._label)
 
     def unmap(self) -> None:
-        """Unmap and let go of everything, also when one of the steps fails."""
-        self._undo.close()
+        """Unmap and let go of everything; addresses that cannot be unmapped stay reserved."""
+        with contextlib.ExitStack() as afterwards:
+            afterwards.callback(self._context.close)
+            afterwards.callback(self._driver.release, self._ordinal, self._handle)
+            self._driver.unmap(self._ordinal, self.address, self.nbytes)
+            self._driver.free_address(self._ordinal, self.address, self.nbytes)

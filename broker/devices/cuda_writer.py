@@ -17,12 +17,8 @@ from broker.devices.base import (
     SlabWriter,
     StagingBuffer,
 )
-from broker.devices.driver import (
-    EVENT_BLOCKING_SYNC,
-    EVENT_DISABLE_TIMING,
-    STREAM_NON_BLOCKING,
-    Driver,
-)
+from broker.devices.driver import Driver
+from broker.devices.driver_abi import EVENT_BLOCKING_SYNC, EVENT_DISABLE_TIMING, STREAM_NON_BLOCKING
 
 
 class RingWriter(SlabWriter):

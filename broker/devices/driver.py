@@ -1,8 +1,7 @@
 """A GPU driver's virtual memory management, as far as this project needs it, by ctypes.
 
 NVIDIA's `cuMem…` and AMD's `hipMem…` calls have the same shapes, structures and constants, so one
-class drives both; `driver_cuda` and `driver_hip` add what differs. Sources: cuda.h of CUDA 13 and
-hip_runtime_api.h of ROCm 7; the tests compare every structure and constant with those headers.
+class drives both; `driver_cuda` and `driver_hip` add what differs.
 
 Calls may block as long as the driver likes. Methods may be called from any thread. Every status is
 checked: a failure becomes a `DriverError` that names the call, the driver's words and the device.
@@ -17,33 +16,14 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import byref, c_int, c_size_t, c_uint64
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from broker.devices import driver_abi as abi
 from broker.devices.base import DeviceError, DeviceOutOfMemory
+from broker.devices.driver_abi import AccessDescriptor, AllocationProperties
 from broker.devices.libraries import Vendor
-
-# Both vendors' values (CUmemAllocationType and so on; the names in hip_runtime_api.h are alike).
-ALLOCATION_PINNED = 1
-HANDLE_POSIX_DESCRIPTOR = 1
-LOCATION_DEVICE = 1
-ACCESS_READ = 1
-ACCESS_READ_WRITE = 3
-GRANULARITY_RECOMMENDED = 1
-STREAM_NON_BLOCKING = 1
-EVENT_BLOCKING_SYNC = 1
-EVENT_DISABLE_TIMING = 2
-
-SUCCESS = 0
-INVALID_VALUE = 1
-OUT_OF_MEMORY = 2
-NO_DEVICE = 100
-
-COMPUTE_MODE_DEFAULT = 0
-COMPUTE_MODE_PROHIBITED = 2
-COMPUTE_MODE_EXCLUSIVE = 3
-"""One process only may have a context on the device: engines and loaders could not map."""
 
 
 class DriverMissing(DeviceError):
@@ -76,75 +56,6 @@ class DriverOutOfMemory(DriverError, DeviceOutOfMemory):
     """A driver call failed for want of device memory, address space or pinned host memory."""
 
 
-class AllocationProperties(ctypes.Structure):
-    """CUmemAllocationProp, hipMemAllocationProp."""
-
-    _fields_: ClassVar = [
-        ("type", c_int),
-        ("handle_types", c_int),
-        ("location_type", c_int),
-        ("location_id", c_int),
-        ("win32_metadata", c_void_p),
-        ("compression", ctypes.c_ubyte),
-        ("rdma_capable", ctypes.c_ubyte),
-        ("usage", ctypes.c_ushort),
-        ("reserved", ctypes.c_ubyte * 4),
-    ]
-
-
-class AccessDescriptor(ctypes.Structure):
-    """CUmemAccessDesc, hipMemAccessDesc."""
-
-    _fields_: ClassVar = [("location_type", c_int), ("location_id", c_int), ("flags", c_int)]
-
-
-Uuid = ctypes.c_ubyte * 16
-
-PROTOTYPES: dict[str, tuple[Any, ...]] = {
-    "initialise": (c_uint,),
-    "version": (POINTER(c_int),),
-    "count": (POINTER(c_int),),
-    "name": (c_char_p, c_int, c_int),
-    "uuid": (POINTER(Uuid), c_int),
-    "plain_uuid": (POINTER(Uuid), c_int),
-    "pci": (c_char_p, c_int, c_int),
-    "total": (POINTER(c_size_t), c_int),
-    "attribute": (POINTER(c_int), c_int, c_int),
-    "granularity": (POINTER(c_size_t), POINTER(AllocationProperties), c_int),
-    "create": (POINTER(c_uint64), c_size_t, POINTER(AllocationProperties), c_uint64),
-    "export": (POINTER(c_int), c_uint64, c_int, c_uint64),
-    "import": (POINTER(c_uint64), c_void_p, c_int),
-    "properties": (POINTER(AllocationProperties), c_uint64),
-    "release": (c_uint64,),
-    "reserve": (POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_uint64),
-    "free_address": (c_uint64, c_size_t),
-    "map": (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64),
-    "access": (c_uint64, c_size_t, POINTER(AccessDescriptor), c_size_t),
-    "unmap": (c_uint64, c_size_t),
-    "memory": (POINTER(c_size_t), POINTER(c_size_t)),
-    "retain": (POINTER(c_void_p), c_int),
-    "release_context": (c_int,),
-    "push": (c_void_p,),
-    "pop": (POINTER(c_void_p),),
-    "get_device": (POINTER(c_int),),
-    "set_device": (c_int,),
-    "synchronise": (),
-    "create_stream": (POINTER(c_void_p), c_uint),
-    "synchronise_stream": (c_void_p,),
-    "destroy_stream": (c_void_p,),
-    "create_event": (POINTER(c_void_p), c_uint),
-    "record_event": (c_void_p, c_void_p),
-    "synchronise_event": (c_void_p,),
-    "destroy_event": (c_void_p,),
-    "pin": (POINTER(c_void_p), c_size_t, c_uint),
-    "unpin": (c_void_p,),
-    "copy_in": (c_uint64, c_void_p, c_size_t, c_void_p),
-    "copy_out": (c_void_p, c_uint64, c_size_t),
-}
-"""Argument types of each operation; the vendors' modules give each its symbol. Handles and device
-addresses are 64 bits wide in both, whether the header calls them integers or pointers."""
-
-
 @dataclass(frozen=True)
 class Capabilities:
     """What decides whether a device can share its memory (DESIGN: the platform check).
@@ -153,7 +64,7 @@ class Capabilities:
         virtual_memory: the driver's virtual memory management works on it.
         posix_descriptors: allocations can be exported as descriptors. AMD's runtime has no such
             attribute; it counts as true there and the round trip decides.
-        compute_mode: one of the `COMPUTE_MODE_…` constants.
+        compute_mode: one of the `COMPUTE_MODE_…` constants of `driver_abi`.
         integrated: it shares the host's memory (Tegra, APUs).
         rdma: allocations can be made fit for GPUDirect RDMA, which cannot be added later.
     """
@@ -205,7 +116,7 @@ class Driver(ABC):
             DriverOutOfMemory, DriverError: it failed; nothing else was done.
         """
         status = self._function(operation)(*arguments)
-        if status != SUCCESS:
+        if status != abi.SUCCESS:
             raise self._failure(operation, status, device)
 
     def _function(self, operation: str) -> Any:
@@ -217,7 +128,7 @@ class Driver(ABC):
             except AttributeError:
                 text = f"{self.path} has no such function; the driver is too old"
                 raise DriverError(symbol, -1, text, "") from None
-            function.argtypes = PROTOTYPES[operation]
+            function.argtypes = abi.PROTOTYPES[operation]
             function.restype = c_int
             self._functions[operation] = function
         return function
@@ -227,7 +138,7 @@ class Driver(ABC):
         return hasattr(self.library, self.symbols[operation])
 
     def _failure(self, operation: str, status: int, device: str) -> DriverError:
-        kind = DriverOutOfMemory if status == OUT_OF_MEMORY else DriverError
+        kind = DriverOutOfMemory if status == abi.OUT_OF_MEMORY else DriverError
         return kind(self.symbols[operation], status, self._error_text(status), device)
 
     @abstractmethod
@@ -256,7 +167,7 @@ class Driver(ABC):
         try:
             self.call("count", byref(value))
         except DriverError as error:
-            if error.code == NO_DEVICE:
+            if error.code == abi.NO_DEVICE:
                 return 0
             raise
         return value.value
@@ -296,7 +207,7 @@ class Driver(ABC):
         return Capabilities(
             virtual_memory=bool(self._attribute(ordinal, "virtual_memory", default=0)),
             posix_descriptors=bool(self._attribute(ordinal, "posix_descriptors", default=1)),
-            compute_mode=self._attribute(ordinal, "compute_mode", default=COMPUTE_MODE_DEFAULT),
+            compute_mode=self._attribute(ordinal, "compute_mode", default=abi.COMPUTE_MODE_DEFAULT),
             integrated=bool(self._attribute(ordinal, "integrated", default=0)),
             rdma=bool(self._attribute(ordinal, "rdma", default=0)),
         )
@@ -313,7 +224,7 @@ class Driver(ABC):
         try:
             self.call("attribute", byref(value), number, ordinal, device=self.label(ordinal))
         except DriverError as error:
-            if error.code == INVALID_VALUE:
+            if error.code == abi.INVALID_VALUE:
                 return 0
             raise
         return value.value
@@ -333,7 +244,7 @@ class Driver(ABC):
                 "granularity",
                 byref(value),
                 byref(properties),
-                GRANULARITY_RECOMMENDED,
+                abi.GRANULARITY_RECOMMENDED,
                 device=self.label(ordinal),
             )
         return value.value
@@ -360,7 +271,7 @@ class Driver(ABC):
             with contextlib.ExitStack() as afterwards, contextlib.ExitStack() as first:
                 # The kernel keeps the memory for the descriptor; the handle has then served.
                 first.callback(self.release, ordinal, handle.value)
-                kind = HANDLE_POSIX_DESCRIPTOR
+                kind = abi.HANDLE_POSIX_DESCRIPTOR
                 self.call("export", byref(exported), handle, kind, 0, device=device)
                 owned = afterwards.enter_context(_kept(_duplicated(exported.value, device)))
                 afterwards.callback(self._close_exported, exported.value, owned)
@@ -381,7 +292,7 @@ class Driver(ABC):
                 "import",
                 byref(handle),
                 self._os_handle(descriptor),
-                HANDLE_POSIX_DESCRIPTOR,
+                abi.HANDLE_POSIX_DESCRIPTOR,
                 device=self.label(ordinal),
             )
         return handle.value
@@ -425,8 +336,8 @@ class Driver(ABC):
 
     def allow(self, ordinal: int, address: int, nbytes: int, *, writable: bool) -> None:
         """Let the device read, or read and write, a mapped range."""
-        flags = ACCESS_READ_WRITE if writable else ACCESS_READ
-        access = AccessDescriptor(LOCATION_DEVICE, ordinal, flags)
+        flags = abi.ACCESS_READ_WRITE if writable else abi.ACCESS_READ
+        access = AccessDescriptor(abi.LOCATION_DEVICE, ordinal, flags)
         self.call("access", address, nbytes, byref(access), 1, device=self.label(ordinal))
 
     def unmap(self, ordinal: int, address: int, nbytes: int) -> None:
@@ -441,9 +352,9 @@ class Driver(ABC):
 
 def _allocation(ordinal: int, *, rdma: bool) -> AllocationProperties:
     return AllocationProperties(
-        type=ALLOCATION_PINNED,
-        handle_types=HANDLE_POSIX_DESCRIPTOR,
-        location_type=LOCATION_DEVICE,
+        type=abi.ALLOCATION_PINNED,
+        handle_types=abi.HANDLE_POSIX_DESCRIPTOR,
+        location_type=abi.LOCATION_DEVICE,
         location_id=ordinal,
         rdma_capable=int(rdma),
     )

@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager
 from ctypes import byref, c_char_p, c_void_p
 from typing import ClassVar
 
-from broker.devices.driver import Context, Driver, Uuid
+from broker.devices.driver import Context, Driver
+from broker.devices.driver_abi import Uuid
 from broker.devices.libraries import Vendor
 from broker.devices.nvml import Nvml
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from broker.devices.base import DeviceError
-from broker.devices.driver import Context, Driver, Uuid, restored
+from broker.devices.driver import Context, Driver, restored
+from broker.devices.driver_abi import Uuid
 from broker.devices.libraries import SYSFS_OVERRIDE, Vendor
 
 IMPORT_BY_VALUE_VERSION = 70_100_000

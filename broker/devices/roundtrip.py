@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from broker.devices.base import Device, DeviceError, Segment
@@ -71,16 +72,20 @@ def prove_sharing(uuid: str, *, deadline_seconds: float = DEADLINE_SECONDS) -> C
         RoundTripFailed: with the step, the reason and the child's words; nothing is left behind
             but, after "hung", perhaps a child that the driver does not let die.
     """
-    deadline = time.monotonic() + deadline_seconds
+    end = time.monotonic() + deadline_seconds
+
+    def left() -> float:
+        return max(end - time.monotonic(), 0.001)
+
     with contextlib.ExitStack() as stack:
-        words, descriptors = _run_child("write", uuid, deadline)
+        words, descriptors = _run_child("write", uuid, left)
         for descriptor in descriptors:
             stack.callback(os.close, descriptor)
         if len(descriptors) != 1:
             raise RoundTripFailed("failed", "write", f"the writer sent no descriptor: {words}")
         nbytes, seed = words.split()
         canary = Canary(descriptors[0], int(nbytes), seed)
-        _run_child("read", uuid, deadline, canary)
+        _run_child("read", uuid, left, canary)
         stack.pop_all()
     return canary
 
@@ -114,9 +119,13 @@ def _pattern(seed: str) -> bytes:
 
 
 def _run_child(
-    step: str, uuid: str, deadline: float, canary: Canary | None = None
+    step: str, uuid: str, left: Callable[[], float], canary: Canary | None = None
 ) -> tuple[str, list[int]]:
-    """One child from start to exit; what it said, and the descriptors it sent."""
+    """One child from start to exit; what it said, and the descriptors it sent.
+
+    Args:
+        left: the seconds that are left for it at each moment.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         with theirs:
@@ -126,7 +135,7 @@ def _run_child(
                 message = f"{canary.nbytes} {canary.seed}".encode()
                 with contextlib.suppress(OSError):  # it died: its exit tells more
                     socket.send_fds(ours, [message], [canary.descriptor])
-            return _collect(step, uuid, child, ours, deadline)
+            return _collect(step, uuid, child, ours, left)
         finally:
             _end(child)
 
@@ -147,13 +156,17 @@ def _start(step: str, uuid: str, descriptor: int) -> subprocess.Popen[bytes]:
 
 
 def _collect(
-    step: str, uuid: str, child: subprocess.Popen[bytes], ours: socket.socket, deadline: float
+    step: str,
+    uuid: str,
+    child: subprocess.Popen[bytes],
+    ours: socket.socket,
+    left: Callable[[], float],
 ) -> tuple[str, list[int]]:
     descriptors: list[int] = []
     try:
-        ours.settimeout(max(deadline - time.monotonic(), 0.001))
+        ours.settimeout(left())
         data, descriptors, _, _ = socket.recv_fds(ours, _MESSAGE_BYTES, 4, socket.MSG_CMSG_CLOEXEC)
-        status = child.wait(max(deadline - time.monotonic(), 0.001))
+        status = child.wait(left())
     except (TimeoutError, subprocess.TimeoutExpired) as error:
         _close_all(descriptors)
         sentence = f"the child that should {step} a pattern on {uuid} did not finish in time"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.devices import driver as d
+from broker.devices import driver_abi as abi
 from broker.devices.base import DeviceError
 from broker.devices.discovery import (
     DeviceNotVisible,
@@ -19,7 +19,8 @@ from broker.devices.discovery import (
     open_driver,
     visible_uuids,
 )
-from broker.devices.driver import AccessDescriptor, AllocationProperties, DriverError, DriverMissing
+from broker.devices.driver import Capabilities, DriverError, DriverMissing, DriverOutOfMemory
+from broker.devices.driver_abi import AccessDescriptor, AllocationProperties
 from broker.devices.driver_cuda import CudaDriver
 from broker.devices.driver_hip import HipDriver
 from broker.devices.libraries import LIBRARIES, OVERRIDES, candidates
@@ -36,18 +37,18 @@ FIELDS = {
     "usage": "allocFlags.usage",
 }
 CUDA_CONSTANTS = {
-    "CU_MEM_ALLOCATION_TYPE_PINNED": d.ALLOCATION_PINNED,
-    "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR": d.HANDLE_POSIX_DESCRIPTOR,
-    "CU_MEM_LOCATION_TYPE_DEVICE": d.LOCATION_DEVICE,
-    "CU_MEM_ACCESS_FLAGS_PROT_READ": d.ACCESS_READ,
-    "CU_MEM_ACCESS_FLAGS_PROT_READWRITE": d.ACCESS_READ_WRITE,
-    "CU_MEM_ALLOC_GRANULARITY_RECOMMENDED": d.GRANULARITY_RECOMMENDED,
-    "CU_STREAM_NON_BLOCKING": d.STREAM_NON_BLOCKING,
-    "CU_EVENT_BLOCKING_SYNC": d.EVENT_BLOCKING_SYNC,
-    "CU_EVENT_DISABLE_TIMING": d.EVENT_DISABLE_TIMING,
-    "CU_COMPUTEMODE_DEFAULT": d.COMPUTE_MODE_DEFAULT,
-    "CU_COMPUTEMODE_PROHIBITED": d.COMPUTE_MODE_PROHIBITED,
-    "CU_COMPUTEMODE_EXCLUSIVE_PROCESS": d.COMPUTE_MODE_EXCLUSIVE,
+    "CU_MEM_ALLOCATION_TYPE_PINNED": abi.ALLOCATION_PINNED,
+    "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR": abi.HANDLE_POSIX_DESCRIPTOR,
+    "CU_MEM_LOCATION_TYPE_DEVICE": abi.LOCATION_DEVICE,
+    "CU_MEM_ACCESS_FLAGS_PROT_READ": abi.ACCESS_READ,
+    "CU_MEM_ACCESS_FLAGS_PROT_READWRITE": abi.ACCESS_READ_WRITE,
+    "CU_MEM_ALLOC_GRANULARITY_RECOMMENDED": abi.GRANULARITY_RECOMMENDED,
+    "CU_STREAM_NON_BLOCKING": abi.STREAM_NON_BLOCKING,
+    "CU_EVENT_BLOCKING_SYNC": abi.EVENT_BLOCKING_SYNC,
+    "CU_EVENT_DISABLE_TIMING": abi.EVENT_DISABLE_TIMING,
+    "CU_COMPUTEMODE_DEFAULT": abi.COMPUTE_MODE_DEFAULT,
+    "CU_COMPUTEMODE_PROHIBITED": abi.COMPUTE_MODE_PROHIBITED,
+    "CU_COMPUTEMODE_EXCLUSIVE_PROCESS": abi.COMPUTE_MODE_EXCLUSIVE,
     "CU_DEVICE_ATTRIBUTE_INTEGRATED": CudaDriver.attributes["integrated"],
     "CU_DEVICE_ATTRIBUTE_COMPUTE_MODE": CudaDriver.attributes["compute_mode"],
     "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": CudaDriver.attributes[
@@ -59,18 +60,18 @@ CUDA_CONSTANTS = {
     "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED": CudaDriver.attributes["rdma"],
 }
 HIP_CONSTANTS = {
-    "hipMemAllocationTypePinned": d.ALLOCATION_PINNED,
-    "hipMemHandleTypePosixFileDescriptor": d.HANDLE_POSIX_DESCRIPTOR,
-    "hipMemLocationTypeDevice": d.LOCATION_DEVICE,
-    "hipMemAccessFlagsProtRead": d.ACCESS_READ,
-    "hipMemAccessFlagsProtReadWrite": d.ACCESS_READ_WRITE,
-    "hipMemAllocationGranularityRecommended": d.GRANULARITY_RECOMMENDED,
-    "hipStreamNonBlocking": d.STREAM_NON_BLOCKING,
-    "hipEventBlockingSync": d.EVENT_BLOCKING_SYNC,
-    "hipEventDisableTiming": d.EVENT_DISABLE_TIMING,
-    "hipComputeModeDefault": d.COMPUTE_MODE_DEFAULT,
-    "hipComputeModeProhibited": d.COMPUTE_MODE_PROHIBITED,
-    "hipComputeModeExclusiveProcess": d.COMPUTE_MODE_EXCLUSIVE,
+    "hipMemAllocationTypePinned": abi.ALLOCATION_PINNED,
+    "hipMemHandleTypePosixFileDescriptor": abi.HANDLE_POSIX_DESCRIPTOR,
+    "hipMemLocationTypeDevice": abi.LOCATION_DEVICE,
+    "hipMemAccessFlagsProtRead": abi.ACCESS_READ,
+    "hipMemAccessFlagsProtReadWrite": abi.ACCESS_READ_WRITE,
+    "hipMemAllocationGranularityRecommended": abi.GRANULARITY_RECOMMENDED,
+    "hipStreamNonBlocking": abi.STREAM_NON_BLOCKING,
+    "hipEventBlockingSync": abi.EVENT_BLOCKING_SYNC,
+    "hipEventDisableTiming": abi.EVENT_DISABLE_TIMING,
+    "hipComputeModeDefault": abi.COMPUTE_MODE_DEFAULT,
+    "hipComputeModeProhibited": abi.COMPUTE_MODE_PROHIBITED,
+    "hipComputeModeExclusiveProcess": abi.COMPUTE_MODE_EXCLUSIVE,
     "hipDeviceAttributeIntegrated": HipDriver.attributes["integrated"],
     "hipDeviceAttributeComputeMode": HipDriver.attributes["compute_mode"],
     "hipDeviceAttributeVirtualMemoryManagementSupported": HipDriver.attributes["virtual_memory"],
@@ -124,7 +125,7 @@ def test_every_symbol_is_a_function_of_the_header(fake: FakeDriver) -> None:
     kind = CudaDriver if fake.vendor == "nvidia" else HipDriver
     missing = [name for name in kind.symbols.values() if not hasattr(fake.control, name)]
     assert missing == []
-    assert set(kind.symbols) <= set(d.PROTOTYPES)
+    assert set(kind.symbols) <= set(abi.PROTOTYPES)
 
 
 # --- errors -----------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ def test_a_failed_hip_call_leaves_no_error_for_torch_to_find(fake_hip: FakeDrive
     """The runtime's last error is cleared: torch would blame its next kernel launch."""
     driver = fake_hip.start()
     fake_hip.script("hipMemAddressReserve=2")
-    with pytest.raises(d.DriverOutOfMemory, match="out of memory \\(hipErrorOutOfMemory, 2\\)"):
+    with pytest.raises(DriverOutOfMemory, match="out of memory \\(hipErrorOutOfMemory, 2\\)"):
         driver.reserve(0, 2 << 20, 2 << 20)
     assert fake_hip.control.fake_last_error() == 0
 
@@ -266,7 +267,7 @@ def test_hiding_every_device_is_no_device(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(DriverError) as caught:
         fake.start()
-    assert caught.value.code == d.NO_DEVICE
+    assert caught.value.code == abi.NO_DEVICE
 
 
 def test_a_mig_slice_has_its_own_uuid(fake_cuda: FakeDriver) -> None:
@@ -304,10 +305,10 @@ def test_two_devices_with_one_uuid_are_refused(fake_cuda: FakeDriver) -> None:
 def test_capabilities_are_the_drivers_answers(fake_cuda: FakeDriver) -> None:
     """Each attribute arrives where the platform check reads it."""
     driver = fake_cuda.start("vmm=0 posix_fd=0 compute_mode=3 integrated=1 rdma=1")
-    assert driver.capabilities(0) == d.Capabilities(
+    assert driver.capabilities(0) == Capabilities(
         virtual_memory=False,
         posix_descriptors=False,
-        compute_mode=d.COMPUTE_MODE_EXCLUSIVE,
+        compute_mode=abi.COMPUTE_MODE_EXCLUSIVE,
         integrated=True,
         rdma=True,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -43,7 +44,7 @@ def build(vendor: Vendor, folder: Path) -> Path:
     if include is None:
         raise CannotBuild(f"no {vendor} headers are here (make headers fetches them)")
     library = folder / f"libfake-{vendor}.so"
-    command = [compiler, "-shared", "-fPIC", "-O1", "-g", "-Wall", "-Wextra", "-pthread"]
+    command = [compiler, "-shared", "-fPIC", "-Wall", "-Wextra", "-pthread"]
     command += ["-fvisibility=hidden", "-isystem", str(include), "-o", str(library)]
     command += [str(HERE / name) for name in (*COMMON, VENDOR_SOURCE[vendor])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -76,6 +77,7 @@ class FakeDriver:
             "FAKE_DRIVER": settings,
             "FAKE_DRIVER_FAULTS": faults,
             "FAKE_DRIVER_LOG": str(self.log),
+            "FAKE_DRIVER_NODE": hashlib.sha256(str(self.log).encode()).hexdigest()[:16],
         }
 
     def start(self, settings: str = "", faults: str = "") -> Driver:

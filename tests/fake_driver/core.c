@@ -187,6 +187,7 @@ __attribute__((destructor)) static void report_what_is_left(void)
 EXPORT void fake_reset(const char *settings, const char *faulty)
 {
     vendor_reset();
+    memory_reset();
     pthread_mutex_lock(&lock);
     configured = initialised = visible_count = call_kinds = fault_count = 0;
     memset(calls, 0, sizeof calls);
@@ -273,6 +274,14 @@ int fake_physical(int ordinal)
     return ordinal >= 0 && ordinal < visible_count ? visible[ordinal] : -1;
 }
 
+/* The name of the memfds that are a device's memory; FAKE_DRIVER_NODE keeps tests that run at the
+ * same time apart. */
+void fake_memory_name(int physical, char *name, size_t size)
+{
+    const char *node = getenv("FAKE_DRIVER_NODE");
+    snprintf(name, size, "fake-vram-%s-%d!", node ? node : "", physical);
+}
+
 /* Every process's memfds with the device's name, each counted once: right also after a SIGKILL.
  * Mapped memory counts because its handle keeps a descriptor open. Not from several threads. */
 uint64_t fake_used_bytes(int physical)
@@ -280,8 +289,8 @@ uint64_t fake_used_bytes(int physical)
     static ino_t seen[8192];
     int count = 0;
     uint64_t used = 0;
-    char wanted[64], path[600], target[128];
-    snprintf(wanted, sizeof wanted, "/memfd:fake-vram-%d ", physical);
+    char wanted[80] = "/memfd:", path[600], target[200];
+    fake_memory_name(physical, wanted + 7, sizeof wanted - 7);
     DIR *processes = opendir("/proc");
     for (struct dirent *process; processes && (process = readdir(processes));) {
         if (atoi(process->d_name) <= 0)

@@ -55,6 +55,7 @@ int fake_initialised(void);
 int fake_visible_count(void);
 int fake_physical(int ordinal); /* -1: no such device */
 uint64_t fake_used_bytes(int physical);
+void fake_memory_name(int physical, char *name, size_t size);
 
 /* memory.c */
 int memory_create(int ordinal, size_t size, int exportable, uint64_t *handle);
@@ -69,6 +70,7 @@ int memory_access(uint64_t address, size_t size, int ordinal, int flags);
 int memory_unmap(uint64_t address, size_t size);
 int memory_is_accessible(uint64_t address, size_t size, int writable);
 int memory_live(const char *kind);
+void memory_reset(void);
 
 /* work.c: streams, events and pinned memory of the device `ordinal` */
 int work_pin(void **memory, size_t size);

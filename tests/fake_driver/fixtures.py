@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,9 @@ VENDORS: tuple[Vendor, ...] = ("nvidia", "amd")
 def fake_libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[Vendor, Path | str]:
     """Each vendor's compiled fake driver, or why there is none."""
     folder = tmp_path_factory.mktemp("fake-drivers")
-    return {vendor: _built(vendor, folder) for vendor in VENDORS}
+    with ThreadPoolExecutor(len(VENDORS)) as pool:
+        built = pool.map(lambda vendor: _built(vendor, folder), VENDORS)
+        return dict(zip(VENDORS, built, strict=True))
 
 
 def _built(vendor: Vendor, folder: Path) -> Path | str:

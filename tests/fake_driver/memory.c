@@ -91,7 +91,7 @@ static struct allocation *remember(int descriptor, size_t size, int physical, in
 static int new_memory(int physical, size_t size)
 {
     char name[64];
-    snprintf(name, sizeof name, "fake-vram-%d", physical);
+    fake_memory_name(physical, name, sizeof name);
     int descriptor = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (descriptor >= 0 && ftruncate(descriptor, size)) {
         close(descriptor);
@@ -146,12 +146,16 @@ int memory_export(uint64_t handle, int *descriptor)
 
 static int device_behind(int descriptor)
 {
-    char path[64], target[128];
-    int physical;
+    char path[64], target[200], name[64];
     snprintf(path, sizeof path, "/proc/self/fd/%d", descriptor);
     ssize_t length = readlink(path, target, sizeof target - 1);
     target[length < 0 ? 0 : length] = 0;
-    return sscanf(target, "/memfd:fake-vram-%d", &physical) == 1 ? physical : -1;
+    for (int physical = 0; physical < fake.devices; physical++) {
+        fake_memory_name(physical, name, sizeof name);
+        if (!strncmp(target, "/memfd:", 7) && !strncmp(target + 7, name, strlen(name)))
+            return physical;
+    }
+    return -1;
 }
 
 int memory_import(int descriptor, enum action action, int until_access, uint64_t *handle)
@@ -337,4 +341,19 @@ int memory_live(const char *kind)
     }
     pthread_mutex_unlock(&lock);
     return count;
+}
+
+/* Also gives back what a scripted refusal made the code under test lose. */
+void memory_reset(void)
+{
+    while (ranges) {
+        struct range *next = ranges->next;
+        munmap((void *)ranges->address, ranges->size);
+        free(ranges);
+        ranges = next;
+    }
+    while (allocations) {
+        allocations->references = 0;
+        forget_unused(allocations);
+    }
 }
