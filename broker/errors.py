@@ -7,6 +7,7 @@
     ├── NoSession                          the conversation is not tied to a live session
     ├── NotFound                           nothing by that key or name is resident, or no such file
     ├── Mismatch                           resident weights are not what was demanded
+    │   └── BindError                      client only: weights and module do not fit
     ├── Busy                               somebody else holds what was asked for; try later
     ├── OverBudget                         the weights do not fit
     ├── LoadFailed                         the checkpoint or its loader is at fault
@@ -126,6 +127,15 @@ class Mismatch(BrokerError):
 
     status = "mismatch"
     exit_code = 6
+
+
+class BindError(Mismatch):
+    """Client only: the weights do not fit the module, which was left as it was.
+
+    Fields: `reason` (one word for the gravest misfit), the full lists `missing`, `unexpected`,
+    `on_meta` and `tie_conflicts`, `mismatched`: {name: {"module": …, "stored": …}}, and `prefix`:
+    the one with which all names would be found, or "".
+    """
 
 
 class Busy(BrokerError):

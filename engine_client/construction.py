@@ -1,0 +1,88 @@
+"""Modules built without memory for their parameters."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+_Register = Callable[[Module, str, "Parameter | None"], None]
+
+
+class _ThisThread(threading.local):
+    depth = 0
+
+    def __init__(self) -> None:
+        self.made: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+
+_here = _ThisThread()
+_lock = threading.Lock()
+_entered = 0
+_original: _Register = Module.register_parameter
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Build modules whose parameters are on the meta device and whose buffers are real.
+
+    Unlike `torch.device("meta")`, under which buffers that no checkpoint holds (rotary frequencies,
+    position ids) would stay without values. Each parameter goes to meta when its module registers
+    it, so one real one exists at a time, and for most layers its pages are never touched. A
+    parameter registered in several modules stays one object.
+
+    Concerns only modules built by the calling thread; other threads may build ordinary ones, or
+    enter it themselves, at the same time. May be nested.
+    """
+    _install()
+    _here.depth += 1
+    try:
+        yield
+    finally:
+        _here.depth -= 1
+        if not _here.depth:
+            _here.made.clear()
+        _uninstall()
+
+
+def _install() -> None:
+    global _entered, _original
+    with _lock:
+        if not _entered:
+            _original = Module.register_parameter
+            Module.register_parameter = _register  # type: ignore[method-assign]
+        _entered += 1
+
+
+def _uninstall() -> None:
+    global _entered
+    with _lock:
+        _entered -= 1
+        # Somebody who patched it after us and has not let go goes on calling ours: harmless.
+        if not _entered and Module.register_parameter is _register:
+            Module.register_parameter = _original  # type: ignore[method-assign,assignment]
+
+
+def _register(self: Module, name: str, param: Parameter | None) -> None:
+    if _here.depth and param is not None and not param.is_meta:
+        param = _on_meta(param)
+    _original(self, name, param)
+
+
+def _on_meta(parameter: Parameter) -> Any:
+    known = _here.made.get(id(parameter))
+    if known is not None and known[0]() is parameter:
+        return known[1]
+    data = torch.empty_strided(
+        parameter.size(), parameter.stride(), dtype=parameter.dtype, device="meta"
+    )
+    made = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)  # noqa: SLF001
+    made.__dict__.update(parameter.__dict__)
+    _here.made[id(parameter)] = (weakref.ref(parameter), made)
+    return made
