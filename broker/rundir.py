@@ -201,18 +201,18 @@ def check_name(name: str) -> None:
     )
 
 
-def find_broker(
+def find_brokers(
     name: str = DEFAULT_NAME,
     directory: Path | None = None,
     *,
     environ: Mapping[str, str] | None = None,
     uid: int | None = None,
     root: Path = _ROOT,
-) -> BrokerPaths:
-    """Where the broker `name` has its sockets, for a client. Connects to nothing.
+) -> list[BrokerPaths]:
+    """Where a broker `name` has its sockets, likeliest first, for a client. Connects to nothing.
 
-    A broker that was killed leaves its sockets behind: a client that is refused there raises
-    `broker_not_found` itself.
+    A broker that was killed leaves its sockets behind: a client that is refused at one place tries
+    the next, and at the end raises `broker_not_found` itself.
 
     Args:
         directory: the only directory to look in; `None`: every candidate.
@@ -222,7 +222,7 @@ def find_broker(
         BadRequest: a directory that had to be tried is not private, or the name is not one.
     """
     candidates = candidate_directories(environ, uid, root) if directory is None else [directory]
-    tried = []
+    tried, found = [], []
     for candidate in candidates:
         paths = BrokerPaths(candidate, name)
         if not is_private_directory(candidate, uid):
@@ -230,8 +230,10 @@ def find_broker(
         elif not _is_socket(paths.session):
             tried.append((paths.session, "no such socket"))
         else:
-            return paths
-    raise broker_not_found(name, tried)
+            found.append(paths)
+    if not found:
+        raise broker_not_found(name, tried)
+    return found
 
 
 def broker_not_found(name: str, tried: Iterable[tuple[Path, str]]) -> BrokerNotFound:

@@ -47,6 +47,7 @@ from broker.rundir import (
     NameLock,
     broker_directory,
     create_listener,
+    remove_socket,
 )
 from broker.sessions import PeerIdentity, SessionPeer, identify
 from broker.store import Store
@@ -84,11 +85,13 @@ class Broker:
         self.paths = BrokerPaths(_directory(config), config.name)
         for path in config.preload:
             open_checkpoint(path).close()
+        self._bound: list[Path] = []
         self._lock = NameLock(self.paths)
         self._lock.acquire()
         try:
             self._open()
         except BaseException:
+            self._remove_sockets()
             self._lock.release()
             raise
 
@@ -102,9 +105,9 @@ class Broker:
         self._unwanted: set[int] = set()
         self._stopping = False
         self._retrying = False
-        self._sessions = create_listener(self.paths.session, socket.SOCK_SEQPACKET)
+        self._sessions = self._listen(self.paths.session, socket.SOCK_SEQPACKET)
         self.conversation = Conversation(
-            create_listener(self.paths.zmq, socket.SOCK_STREAM), self.paths.zmq
+            self._listen(self.paths.zmq, socket.SOCK_STREAM), self.paths.zmq
         )
         self.tickets = Tickets(self.conversation)
         self.dispatcher = Dispatcher(self)
@@ -177,10 +180,18 @@ class Broker:
         self.conversation.close()
         self.store.close()
         self.loop.close()
-        for path in (self.paths.zmq, self.paths.session):
-            path.unlink(missing_ok=True)
+        self._remove_sockets()
         self._lock.release()
         log.info("stopped name=%s", self.config.name)
+
+    def _remove_sockets(self) -> None:
+        while self._bound:
+            remove_socket(self._bound.pop())
+
+    def _listen(self, path: Path, kind: socket.SocketKind) -> socket.socket:
+        listener = create_listener(path, kind)
+        self._bound.append(path)
+        return listener
 
     # --- requests -------------------------------------------------------------------------
 

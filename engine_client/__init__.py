@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from broker.weights import WeightKey as WeightKey
-    from engine_client.binding import parameters_on_meta as parameters_on_meta
     from engine_client.checkpoint import Checkpoint as Checkpoint
     from engine_client.client import EngineClient as EngineClient
+    from engine_client.construction import parameters_on_meta as parameters_on_meta
     from engine_client.weight_set import WeightSet as WeightSet
 
 _HOMES = {
@@ -22,7 +22,7 @@ _HOMES = {
     "EngineClient": "engine_client.client",
     "WeightKey": "broker.weights",
     "WeightSet": "engine_client.weight_set",
-    "parameters_on_meta": "engine_client.binding",
+    "parameters_on_meta": "engine_client.construction",
 }
 __all__ = sorted(_HOMES)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from broker.devices.base import Device
 from broker.errors import BadRequest, BrokerError, UsageError
 from broker.platform import check_ipc_platform_support
 from broker.quantization import check_ipc_quant_support, quantization_config_in
-from broker.rundir import DEFAULT_NAME, find_broker
+from broker.rundir import DEFAULT_NAME
 from broker.weights import WeightKey
 from engine_client.checkpoint import Checkpoint
 from engine_client.deadline import Deadline
@@ -67,14 +68,15 @@ class EngineClient(Operator):
         wanted = device or "auto"
         check_ipc_platform_support(where="engine", device=wanted)
         self._device = _choose_device(wanted)
-        paths = find_broker(broker, None if directory is None else Path(directory))
         self._session: Session = connect(
-            paths,
+            broker,
+            None if directory is None else Path(directory),
             platform=self._device.properties.platform,
             label=Path(sys.argv[0]).name if label is None else label,
             timeout=timeout,
         )
         self._leases = itertools.count(1)
+        self._lock = threading.Lock()
         self._weights: weakref.WeakSet[WeightSet] = weakref.WeakSet()
 
     @property
@@ -177,13 +179,18 @@ class EngineClient(Operator):
                 on_progress=waiting.on_progress,
                 deliver=None if folder is None else ("source", folder),
             )
-            attached = attach(self._session, self._device, granted, deadline)
         except BaseException as error:
+            # A refusal is the broker's answer: it has nothing to withdraw then.
             if not isinstance(error, BrokerError) or isinstance(error, TimeoutError):
                 self._withdraw(lease)
             raise
-        weights = WeightSet(attached)
-        self._weights.add(weights)
+        try:
+            weights = WeightSet(attach(self._session, self._device, granted, deadline))
+        except BaseException:
+            self._withdraw(lease)
+            raise
+        with self._lock:
+            self._weights.add(weights)
         return weights
 
     def _withdraw(self, lease: str) -> None:
@@ -209,8 +216,15 @@ class EngineClient(Operator):
         self._session.on_lost(callback)
 
     def close(self) -> None:
-        """Give back what has no live tensors, end the session. Idempotent."""
-        for weights in list(self._weights):
+        """Give back what has no live tensors, end the session. Idempotent.
+
+        In a forked child it does nothing: session and leases are the parent's.
+        """
+        if self._session.is_inherited:
+            return
+        with self._lock:
+            opened = list(self._weights)
+        for weights in opened:
             if not weights.is_released and not weights.live_tensors():
                 weights.release()
         self._session.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 from broker import wire
 from broker.errors import RequestTimeout
-from broker.rundir import DEFAULT_NAME, find_broker
+from broker.rundir import DEFAULT_NAME
 from engine_client.deadline import Deadline
 from engine_client.session import Session, connect
 
@@ -58,7 +58,7 @@ class Observer(Operator):
     """
 
     def __init__(self, name: str = DEFAULT_NAME, directory: Path | None = None) -> None:
-        self._session = connect(find_broker(name, directory), platform=wire.NO_PLATFORM, label="")
+        self._session = connect(name, directory, platform=wire.NO_PLATFORM)
         self._lost = threading.Event()
         self._session.on_lost(self._lost.set)
 

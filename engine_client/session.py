@@ -29,12 +29,11 @@ from broker.errors import (
     BadRequest,
     BrokerError,
     BrokerLost,
-    BrokerNotFound,
     InternalError,
     UsageError,
     from_payload,
 )
-from broker.rundir import BrokerPaths
+from broker.rundir import broker_not_found, find_brokers
 from broker.sessions import receive_packet
 from engine_client.deadline import Deadline
 
@@ -98,7 +97,9 @@ class Session:
         self._pending: dict[bytes, _Pending] = {}
         self._attaching: dict[str, _Pending] = {}
         self._ids = itertools.count(1)
-        self._lock = threading.Lock()
+        # Reentrant: a garbage collection may run a lease's finaliser, which calls `notify`, in a
+        # thread that is inside.
+        self._lock = threading.RLock()
         self._wake_closed = False
         self._end: BrokerError | None = None
         self._welcome: queue.SimpleQueue[wire.Welcome | BrokerError] = queue.SimpleQueue()
@@ -171,7 +172,7 @@ class Session:
 
     def notify(self, operation: str, message: wire.Message) -> None:
         """Send a request whose answer nobody needs. Never blocks, never raises on a lost broker."""
-        if self._pid != os.getpid():
+        if self.is_inherited:
             return
         with self._lock:
             if self._end is None:
@@ -185,6 +186,7 @@ class Session:
             RequestTimeout, BrokerLost, BadRequest (no such lease), StaleEpoch.
         """
         pending = _Pending()
+        self._check_process()
         with self._lock:
             self._check_usable()
             self._attaching[lease] = pending
@@ -200,6 +202,7 @@ class Session:
     def _send_request(
         self, operation: str, message: wire.Message | None, deliver: tuple[str, int] | None
     ) -> tuple[bytes, _Pending]:
+        self._check_process()
         payload = b"" if message is None else wire.encode(message)
         if len(payload) > wire.MAX_FRAME_BYTES:
             raise BadRequest(
@@ -224,14 +227,24 @@ class Session:
         except queue.Empty:
             raise deadline.expired(stage) from None
         if isinstance(payload, BrokerError):
-            raise payload.with_traceback(None)
+            # One error may end many calls: each raises its own.
+            raise type(payload)(payload.sentence, **payload.fields)
         return status, payload
 
-    def _check_usable(self) -> None:
-        if self._pid != os.getpid():
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is a forked child, where nothing of the session works."""
+        return self._pid != os.getpid()
+
+    def _check_process(self) -> None:
+        # Before any lock: in a forked child another thread of the parent may hold it for ever.
+        if self.is_inherited:
             raise UsageError(
-                "this client was made in the parent process; a forked child must make its own"
+                "this client was made before a fork, in the parent process; a forked child must "
+                "make its own"
             )
+
+    def _check_usable(self) -> None:
         if self._end is not None:
             raise type(self._end)(self._end.sentence, **self._end.fields)
 
@@ -239,6 +252,7 @@ class Session:
 
     def on_lost(self, callback: Callable[[], None]) -> None:
         """Call back once, from the I/O thread, when the broker is gone (at once if it is)."""
+        self._check_process()
         with self._lock:
             lost = isinstance(self._end, BrokerLost)
             if not lost:
@@ -248,16 +262,17 @@ class Session:
 
     def on_event(self, callback: Callable[[wire.Event], None]) -> None:
         """Call back for every event, from the I/O thread."""
+        self._check_process()
         with self._lock:
             self._event_callbacks.append(callback)
 
     @property
     def is_usable(self) -> bool:
-        return self._end is None and self._pid == os.getpid()
+        return self._end is None and not self.is_inherited
 
     def close(self) -> None:
-        """End the session; the broker takes its leases back. Idempotent."""
-        if self._pid != os.getpid():
+        """End the session; the broker takes its leases back. Idempotent; nothing in a child."""
+        if self.is_inherited:
             return
         self._finish(UsageError("this client is closed"))
         with self._lock:
@@ -404,28 +419,37 @@ class Session:
 
 
 def connect(
-    paths: BrokerPaths, *, platform: str, label: str = "", timeout: float | None = 10.0
+    name: str,
+    directory: Path | None,
+    *,
+    platform: str,
+    label: str = "",
+    timeout: float | None = 10.0,
 ) -> Session:
-    """Open a session with the broker at `paths` of a broker.
+    """Open a session with the broker of this name.
+
+    Args:
+        directory: the only one to look in; None: every candidate (broker.rundir).
 
     Raises:
-        BrokerNotFound: nobody listens there.
+        BrokerNotFound: nobody listens; the sentence lists every path tried.
+        BadRequest: a directory is not private.
         RequestTimeout, BrokerLost, ProtocolMismatch.
     """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        connection.connect(str(paths.session))
-    except (FileNotFoundError, ConnectionRefusedError) as error:
-        connection.close()
-        raise BrokerNotFound(
-            f"no broker listens at {paths.session} ({error.strerror}); start one with "
-            "`weight-broker serve`",
-            tried=[str(paths.session)],
-        ) from error
-    except BaseException:
-        connection.close()
-        raise
-    return Session(connection, paths.zmq, platform=platform, label=label, timeout=timeout)
+    tried = []
+    for paths in find_brokers(name, directory):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(str(paths.session))
+        except (FileNotFoundError, ConnectionRefusedError):
+            connection.close()
+            tried.append((paths.session, "nobody listens there any more"))
+        except BaseException:
+            connection.close()
+            raise
+        else:
+            return Session(connection, paths.zmq, platform=platform, label=label, timeout=timeout)
+    raise broker_not_found(name, tried)
 
 
 def send_packet(connection: socket.socket, packet: bytes, descriptors: Sequence[int]) -> bool:

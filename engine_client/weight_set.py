@@ -50,7 +50,6 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         self._device_index = device_index
         self._lock = threading.RLock()
         self._slab: SlabTensors | None = None
-        self._bindings: dict[int, Binding] = {}
         self._released = False
         self._offsets: dict[str, tuple[int, int]] | None = None
         # Without tensors nothing else keeps the mapping; with them they take it over.
@@ -111,7 +110,12 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
     # --- modules --------------------------------------------------------------------------
 
     def bind(
-        self, module: torch.nn.Module, *, guard: bool = False, ignore: Sequence[str] = ()
+        self,
+        module: torch.nn.Module,
+        *,
+        guard: bool = False,
+        ignore: Sequence[str] = (),
+        prefix: str = "",
     ) -> Binding:
         """Make the module's parameters read-only views of these weights, its buffers clones.
 
@@ -119,6 +123,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
             module: its parameters may be on the meta device (`parameters_on_meta`).
             guard: name in-place operations on shared parameters before they fault; slower.
             ignore: patterns (`fnmatch`) of stored names the module need not have.
+            prefix: what the stored names have in front of the module's.
 
         Raises:
             Mismatch: with every missing, unexpected and mismatched name; the module is unchanged.
@@ -126,9 +131,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         """
         from engine_client.binding import bind_module
 
-        binding = bind_module(module, self._tensors(), ignore=ignore, guard=guard)
-        self._bindings[id(module)] = binding
-        return binding
+        return bind_module(module, self._tensors(), ignore=ignore, prefix=prefix, guard=guard)
 
     def detach(self, module: torch.nn.Module) -> None:
         """Give a bound module private, writable copies; its ties stay tied.
@@ -136,8 +139,10 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         Raises:
             UsageError: it is not bound to these weights.
         """
-        binding = self._bindings.pop(id(module), None)
-        if binding is None:
+        from engine_client.binding import binding_of
+
+        binding = binding_of(module)
+        if binding is None or binding.tensors is not self._slab:
             raise UsageError("detach: this module is not bound to these weights")
         binding.detach()
 
@@ -151,8 +156,10 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         """Unmap and give the lease back. Idempotent.
 
         Raises:
-            UsageError: tensors are alive; some are named, nothing has changed.
+            UsageError: tensors are alive; some are named, nothing has changed. Or this is a forked
+                child: the lease is its parent's.
         """
+        self._lease.check_process()
         with self._lock:
             if self._released:
                 return
@@ -198,6 +205,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
             return self._slab
 
     def _check_held(self) -> None:
+        self._lease.check_process()
         if self._released:
             raise UsageError("these weights have been released; acquire them again")
 

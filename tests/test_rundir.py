@@ -16,7 +16,7 @@ from broker.rundir import (
     broker_directory,
     broker_not_found,
     candidate_directories,
-    find_broker,
+    find_brokers,
     is_private_directory,
 )
 
@@ -109,7 +109,7 @@ def refusal_of(directory: Path, uid: int = UID) -> BadRequest:
     with pytest.raises(BadRequest) as serving:
         broker_directory({"WEIGHT_BROKER_DIR": str(directory)}, uid)
     with pytest.raises(BadRequest) as asking:
-        find_broker("default", directory, uid=uid)
+        find_brokers("default", directory, uid=uid)
     assert str(serving.value) == str(asking.value)
     return serving.value
 
@@ -235,7 +235,7 @@ def test_broker_is_found(tmp_path: Path) -> None:
     directory.mkdir(parents=True, mode=0o700)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as bound:
         bound.bind(str(directory / "x.session"))
-        assert find_broker("x", environ={}, uid=UID, root=tmp_path) == BrokerPaths(directory, "x")
+        assert find_brokers("x", environ={}, uid=UID, root=tmp_path) == [BrokerPaths(directory, "x")]
 
 
 def test_broker_is_not_found(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_broker_is_not_found(tmp_path: Path) -> None:
     directory.mkdir(parents=True, mode=0o700)
     (directory / "x.session").touch()
     with pytest.raises(BrokerNotFound) as caught:
-        find_broker("x", environ={}, uid=UID, root=tmp_path)
+        find_brokers("x", environ={}, uid=UID, root=tmp_path)
     first, second = (path / "x.session" for path in candidate_directories({}, UID, tmp_path))
     assert str(caught.value) == (
         f"no broker named 'x' is running: tried {first} (no such directory), {second} (no such "
@@ -258,7 +258,7 @@ def test_directory_given(private: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """With a directory given no other is tried."""
     monkeypatch.setenv("WEIGHT_BROKER_DIR", "/nowhere")
     with pytest.raises(BrokerNotFound) as caught:
-        find_broker(directory=private)
+        find_brokers(directory=private)
     assert caught.value.tried == [str(private / "default.session")]
 
 
