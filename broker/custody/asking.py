@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import msgspec
 
 from broker import wire
@@ -11,17 +14,19 @@ from broker.custody.actions import (
     Tell,
 )
 from broker.custody.ledger import Ledger
-from broker.custody.matching import generation_of, mismatch
+from broker.custody.matching import generation_of, mismatch, unloadable
 from broker.custody.records import (
     Waiter,
     WeightSet,
     content_of,
     line_of,
+    variant_of,
 )
 from broker.custody.states import IN_PROGRESS, RESIDENT, Trigger
 from broker.errors import (
     BadRequest,
     BrokerError,
+    Mismatch,
     NotFound,
 )
 from broker.weights import WeightKey
@@ -35,24 +40,39 @@ class Asking(Ledger):
         """Grant a lease on a sealed set, wait for one in progress, or start its load.
 
         Raises:
-            BadRequest: the lease's id is in use, the device is not served, or nothing is named.
+            BadRequest: the lease's id is in use, the device is not served, nothing is named, or a
+                generation without its name.
             NotFound: no source, and nothing resident fits.
             Mismatch: it fits by name or files, but has not what is demanded.
         """
         self._check_lease(session, request.lease)
-        self._check_device(request.demand.device)
-        waiter = Waiter(ticket, session, request.lease, request.demand, request.source)
-        if request.source is not None:
-            self._acquire_checkpoint(waiter, request.source)
+        self._check_demand(request.demand)
+        self._ask(Waiter(ticket, session, request.lease, request.demand, request.source))
+        return self._take()
+
+    def _check_demand(self, demand: wire.Demand) -> None:
+        self._check_device(demand.device)
+        if demand.generation is not None and not demand.name:
+            raise BadRequest(
+                f"generation {demand.generation!r} of what? A generation needs the name it is of"
+            )
+
+    def _ask(self, waiter: Waiter) -> None:
+        if waiter.source is not None:
+            self._acquire_checkpoint(waiter, waiter.source)
         else:
             self._acquire_resident(waiter)
-        return self._take()
+
+    # --- by a checkpoint's files ----------------------------------------------------------
 
     def _acquire_checkpoint(self, waiter: Waiter, source: wire.Source) -> None:
         record = self._by_identity(waiter.demand.device, source)
         if record is not None:
             self._grant_or_wait(record, waiter)
             return
+        refusal = unloadable(waiter.demand)
+        if refusal is not None:
+            raise refusal
         similar = [
             other
             for other in self.sets.values()
@@ -62,19 +82,14 @@ class Asking(Ledger):
         ]
         for other in similar:
             if other.state in IN_PROGRESS:
-                waiter.follows = True
-                self._wait(other, waiter)
+                self._follow(other, waiter)
                 return
         self._start_load(waiter, source, hash_first=bool(similar))
 
     def _start_load(self, waiter: Waiter, source: wire.Source, *, hash_first: bool) -> None:
-        key = WeightKey(device=waiter.demand.device)
-        refusal = mismatch(waiter.demand, WeightSet(0, key))
-        if refusal is not None:
-            raise refusal
         loader = self.open_session()
         self.sessions[loader].is_loader = True
-        record = self._new_set(key, loader, LOADER_CLAIM)
+        record = self._new_set(WeightKey(device=waiter.demand.device), loader, LOADER_CLAIM)
         record.loaded_by_broker = True
         record.source = source
         record.initiator = waiter.ticket
@@ -86,9 +101,11 @@ class Asking(Ledger):
             StartLoader(record.id, loader, LOADER_CLAIM, waiter.ticket, source, hash_first)
         )
 
+    # --- by name or identity --------------------------------------------------------------
+
     def _acquire_resident(self, waiter: Waiter) -> None:
         demand = waiter.demand
-        if demand.name is None and demand.checkpoint is None:
+        if not demand.name and not demand.checkpoint:
             raise BadRequest("acquire needs a checkpoint's source, its identity or a set's name")
         fitting = [record for record in self._newest_first() if self._is_meant(record, demand)]
         refusals = [mismatch(demand, record) for record in fitting]
@@ -99,7 +116,10 @@ class Asking(Ledger):
         for refusal in refusals:
             if refusal is not None:
                 raise refusal
-        raise self._not_found(demand)
+        followed = self._followed_for(demand)
+        if followed is None:
+            raise self._not_found(demand)
+        self._follow(followed, waiter)
 
     def _newest_first(self) -> list[WeightSet]:
         """Resident sets before those in progress, then the newest first."""
@@ -110,48 +130,98 @@ class Asking(Ledger):
     def _is_meant(self, record: WeightSet, demand: wire.Demand) -> bool:
         if record.key.device != demand.device:
             return False
-        if demand.checkpoint is not None and demand.name is None:
+        if demand.checkpoint and not demand.name:
             return record.key.checkpoint == demand.checkpoint
         if record.state in IN_PROGRESS:
-            names = {waiter.demand.name for waiter in record.waiters.values()}
-            return demand.name in names | {record.key.name}
+            names = {w.demand.name for w in record.waiters.values() if not w.follows}
+            is_labelled = record.label is None or demand.generation in (None, record.label)
+            return is_labelled and demand.name in names | {record.key.name}
+        return self._is_generation(record, demand)
+
+    def _is_generation(self, record: WeightSet, demand: wire.Demand) -> bool:
+        """Is the resident set the demanded generation of its line, or the newest?"""
         line = line_of(record.key, demand.name or "")
         if demand.generation is not None:
             return record.generations.get(line) == demand.generation
         return self._lines.get(line, [0])[-1] == record.id
 
+    def _followed_for(self, demand: wire.Demand) -> WeightSet | None:
+        """The set in progress that a request for this name follows: its own may come next."""
+        for record in self.sets.values():
+            for waiter in record.waiters.values():
+                named = waiter.follows and waiter.demand.name == demand.name
+                if named and demand.name and record.key.device == demand.device:
+                    return record
+        return None
+
     def _not_found(self, demand: wire.Demand) -> NotFound:
-        names = sorted({name for record in self.sets.values() for name in record.names})
-        wanted = repr(demand.name) if demand.name is not None else str(demand.checkpoint)
+        here = [record for record in self.sets.values() if record.key.device == demand.device]
+        names = sorted({name for record in here for name in record.names})
+        wanted = repr(demand.name) if demand.name else str(demand.checkpoint)
         if demand.generation is not None:
             wanted += f", generation {demand.generation!r},"
         known = f"resident names: {', '.join(names)}" if names else "no named set is resident"
         return NotFound(f"{wanted} is not resident on device {demand.device}; {known}", names=names)
 
+    # --- claims ---------------------------------------------------------------------------
+
     def claim(self, session: int, ticket: int, request: wire.Claim) -> list[Action]:
         """A lease if the set is sealed, else the right to write it, else wait for who has it.
 
+        A key with a checkpoint means that content, whatever its name; one without means the newest
+        generation of the name, or the generation that the request demands.
+
         Raises:
-            BadRequest: the lease's id is in use, the device is not served, or nothing is named.
+            BadRequest: as for `acquire`.
+            Mismatch: that content is there under another generation of the name.
         """
-        if not request.key.name and not request.key.checkpoint:
+        key = request.key
+        if not key.name and not key.checkpoint:
             raise BadRequest("claim needs a name or a checkpoint's identity in its key")
         self._check_lease(session, request.lease)
-        self._check_device(request.key.device)
         demand = wire.Demand(
-            device=request.key.device,
-            name=request.key.name or None,
+            device=key.device,
+            name=key.name or None,
+            checkpoint=key.checkpoint or None,
             generation=request.generation,
         )
-        waiter = Waiter(ticket, session, request.lease, demand, willing=request.willing)
-        content = content_of(request.key)
-        for record in self.sets.values():
-            if content_of(record.key) == content:
+        self._check_demand(demand)
+        waiter = Waiter(ticket, session, request.lease, demand, key=key, willing=request.willing)
+        for record in self._newest_first():
+            if self._is_claimed(record, key, demand):
                 self._grant_or_wait(record, waiter)
                 return self._take()
-        self._new_set(request.key, session, request.lease)
+        self._check_label(key, demand)
+        self._new_set(key, session, request.lease).label = request.generation
         self._reply(ticket, wire.Claimed(request.lease))
         return self._take()
+
+    def _is_claimed(self, record: WeightSet, key: WeightKey, demand: wire.Demand) -> bool:
+        """Would writing `key` make a second copy of this set?"""
+        if key.checkpoint:
+            return content_of(key) in (content_of(record.key), content_of(record.asked))
+        if variant_of(key) not in (variant_of(record.key), variant_of(record.asked)):
+            return False
+        if record.state in RESIDENT:
+            return self._is_generation(record, demand)
+        is_labelled = demand.generation in (None, record.label)
+        return is_labelled and self._is_meant(record, demand)
+
+    def _check_label(self, key: WeightKey, demand: wire.Demand) -> None:
+        """Raise `Mismatch` if the demanded generation is another set already."""
+        if demand.name is None or demand.generation is None:
+            return
+        other = self._labelled(line_of(key, demand.name), demand.generation)
+        if other is None:
+            return
+        differing = {"checkpoint": {"wanted": key.checkpoint, "resident": other.key.checkpoint}}
+        raise Mismatch(
+            f"generation {demand.generation!r} of {demand.name!r} is set {other.id} already, with "
+            f"other content ({other.key.checkpoint or 'no identity'}); give another label",
+            differing=differing,
+        )
+
+    # --- granting and waiting -------------------------------------------------------------
 
     def _grant_or_wait(self, record: WeightSet, waiter: Waiter) -> None:
         if record.state in RESIDENT:
@@ -159,30 +229,47 @@ class Asking(Ledger):
         else:
             self._wait(record, waiter)
 
+    def _follow(self, record: WeightSet, waiter: Waiter) -> None:
+        waiter.follows = True
+        self._wait(record, waiter)
+
     def _wait(self, record: WeightSet, waiter: Waiter) -> None:
-        refusal = mismatch(waiter.demand, record)
+        refusal = None if waiter.follows else mismatch(waiter.demand, record)
         if refusal is not None:
             raise refusal
         self._move(record, Trigger.ASK)
         record.waiters[waiter.ticket] = waiter
         self.sessions[waiter.session].waiting[waiter.lease] = waiter.ticket
-        if record.progress is not None and not waiter.follows:
+        if record.progress is not None:
             self._actions.append(Tell(waiter.ticket, record.progress))
 
     def _grant(self, record: WeightSet, waiter: Waiter, how: str) -> None:
         """The lease is on the books before its reply exists."""
-        refusal = mismatch(waiter.demand, record)
+        demand = waiter.demand
+        refusal = mismatch(demand, record)
         if refusal is not None:
             raise refusal
+        if generation_of(record, demand.name) is None:
+            self._check_label(record.key, demand)
         self._move(record, Trigger.ASK)
         record.leases.add((waiter.session, waiter.lease))
         record.used = next(self._clock)
         self.sessions[waiter.session].leases[waiter.lease] = record.id
         self.counters["leases_granted"] += 1
-        if waiter.demand.name:
-            self._join_line(record, waiter.demand.name, waiter.demand.generation)
+        self._name(record, waiter)
         self._reply(waiter.ticket, self._granted(record, waiter, how))
         self._log("lease-granted", session=waiter.session, set=record.id, how=how)
+
+    def _name(self, record: WeightSet, waiter: Waiter) -> None:
+        """A request that says which content it means makes it the newest of its name; one that
+        only names it, or demands a generation, changes no order."""
+        demand = waiter.demand
+        says_content = waiter.source is not None or demand.checkpoint is not None
+        if demand.name:
+            newest = says_content and demand.generation is None
+            self._join_line(record, demand.name, demand.generation, newest=newest)
+        elif says_content:
+            record.superseded = False
 
     def _granted(self, record: WeightSet, waiter: Waiter, how: str) -> wire.Granted:
         name = waiter.demand.name or record.key.name
@@ -196,25 +283,27 @@ class Asking(Ledger):
             how=how,
         )
 
-    def _retry(self, waiter: Waiter) -> None:
-        """A follower asks again: its bytes may be resident now, or it is its turn to load."""
-        waiter.follows = False
+    def _or_refuse(self, waiter: Waiter, step: Callable[[], None]) -> None:
+        """Take a step for a request that has waited: a refusal is its answer."""
         try:
-            if waiter.source is not None:
-                self._acquire_checkpoint(waiter, waiter.source)
+            step()
         except BrokerError as error:
             self._reply(waiter.ticket, error)
 
-    def _grant_or_refuse(self, record: WeightSet, waiter: Waiter, how: str) -> None:
-        try:
-            self._grant(record, waiter, how)
-        except BrokerError as error:
-            self._reply(waiter.ticket, error)
+    def _retry(self, waiters: list[Waiter]) -> None:
+        """Followers ask again: their bytes may be resident now, or it is their turn to load."""
+        for waiter in (w for w in waiters if w.follows):
+            waiter.follows = False
+            self._or_refuse(waiter, partial(self._ask, waiter))
 
-    def _serve_waiters(self, record: WeightSet, twin: WeightSet, first: str, others: str) -> None:
-        waiters, record.waiters = record.waiters, {}
-        for waiter in waiters.values():
-            self._unwait(waiter)
-        for waiter in waiters.values():
-            how = first if waiter.ticket == record.initiator else others
-            self._retry(waiter) if waiter.follows else self._grant_or_refuse(twin, waiter, how)
+    def _serve(self, record: WeightSet, waiters: list[Waiter], how: dict[int | None, str]) -> None:
+        """Grant leases to those who waited; those who followed ask again, once all others have
+        theirs.
+
+        Args:
+            how: by ticket how the set came about; for all others the entry None.
+        """
+        for waiter in (w for w in waiters if not w.follows):
+            came_about = how.get(waiter.ticket, how[None])
+            self._or_refuse(waiter, partial(self._grant, record, waiter, came_about))
+        self._retry(waiters)

@@ -81,7 +81,7 @@ class Books(Writing):
         elif request.lease in record.leases:
             self._end_lease(self.sets[record.leases.pop(request.lease)], session, request.lease)
         elif request.lease in record.claims:
-            self._lose_writer(self.sets[record.claims.pop(request.lease)], Failure(cause))
+            self._lose_writer(self.sets[record.claims[request.lease]], Failure(cause))
         self._reply(ticket, wire.Done())
         return self._take()
 
@@ -91,7 +91,7 @@ class Books(Writing):
         Raises:
             NotFound: no set has this id, name or identity.
         """
-        meant = [record for record in self.sets.values() if _is_named(record, request.set)]
+        meant = self._named(request.set)
         if not meant:
             raise NotFound(f"no weight set {request.set!r}; `status` lists ids and names")
         draining = [record.id for record in meant if record.leases]
@@ -105,6 +105,16 @@ class Books(Writing):
                 self._retire(record)
         self._reply(ticket, wire.Evicted([record.id for record in meant], draining))
         return self._take()
+
+    def _named(self, text: str) -> list[WeightSet]:
+        """The set of this id; only if there is none, those of this name or identity."""
+        if text.isdecimal() and int(text) in self.sets:
+            return [self.sets[int(text)]]
+        return [
+            record
+            for record in self.sets.values()
+            if text and text in (record.key.checkpoint, record.key.name, *record.names)
+        ]
 
     def leases(self) -> list[tuple[int, int, str]]:
         """(set, session, lease) of every lease."""
@@ -122,7 +132,3 @@ class Books(Writing):
         if lease in record.claims and self.sets[record.claims[lease]].state is State.WRITING:
             return self.sets[record.claims[lease]], True
         raise BadRequest(f"attach: this session holds no lease or reserved claim {lease!r}")
-
-
-def _is_named(record: WeightSet, text: str) -> bool:
-    return text in (str(record.id), record.key.checkpoint, record.key.name, *record.names)

@@ -33,6 +33,9 @@ from broker.errors import (
 )
 from broker.weights import WeightKey
 
+MAX_NUMBER_DIGITS = 18
+"""Longer labels are taken for words: no line will ever count that far."""
+
 
 class Ledger:
     """All weight sets, sessions, leases and bytes of one broker. Not thread-safe: the loop owns it.
@@ -78,9 +81,10 @@ class Ledger:
         self._actions.append(Reply(ticket, body))
 
     def _answer_writer(self, record: WeightSet, body: msgspec.Struct | BrokerError) -> None:
-        if record.pending is not None:
+        """Answer what the writer waits for, if it waits and lives."""
+        if record.pending is not None and record.writer in self.sessions:
             self._reply(record.pending, body)
-            record.pending = None
+        record.pending = None
 
     def _log(self, event: str, **detail: object) -> None:
         self._actions.append(Log(event, detail))
@@ -137,6 +141,13 @@ class Ledger:
         if session is not None:
             session.waiting.pop(waiter.lease, None)
 
+    def _detach_waiters(self, record: WeightSet) -> list[Waiter]:
+        """Nobody waits for the set any more: the requests that did, for the caller to answer."""
+        waiters, record.waiters = list(record.waiters.values()), {}
+        for waiter in waiters:
+            self._unwait(waiter)
+        return waiters
+
     def _forget_waiter(self, ticket: int) -> None:
         for record in self.sets.values():
             waiter = record.waiters.pop(ticket, None)
@@ -159,6 +170,9 @@ class Ledger:
         """The set becomes absent: its memory is freed and nothing points to it any more."""
         self._free(record)
         self._move(record, trigger)
+        self._unlist(record)
+
+    def _unlist(self, record: WeightSet) -> None:
         for identity in record.identities:
             self._by_files.pop((record.key.device, identity), None)
         for line in record.generations:
@@ -171,12 +185,15 @@ class Ledger:
         record.leases.discard((session, lease))
         record.used = next(self._clock)
         self._log("lease-ended", set=record.id, session=session)
-        if not record.leases:
-            if record.state is State.DRAINING:
-                self._log("set-freed", set=record.id, nbytes=record.nbytes)
-                self._end(record, Trigger.LAST_RELEASE)
-            else:
-                self._move(record, Trigger.LAST_RELEASE)
+        if record.leases:
+            return
+        is_superseded = record.superseded and not record.pinned
+        if record.state is State.SEALED and not is_superseded:
+            self._move(record, Trigger.LAST_RELEASE)
+            return
+        self._log("set-freed", set=record.id, nbytes=record.nbytes)
+        draining = record.state is State.DRAINING
+        self._end(record, Trigger.LAST_RELEASE if draining else Trigger.EVICT)
 
     def _retire(self, record: WeightSet) -> None:
         """No longer wanted: absent at once, or with the last lease."""
@@ -185,21 +202,44 @@ class Ledger:
         else:
             self._end(record, Trigger.EVICT)
 
-    def _join_line(self, record: WeightSet, name: str, label: str | None) -> None:
-        """Make the set its line's newest generation; older ones are superseded."""
+    def _join_line(
+        self, record: WeightSet, name: str, label: str | None, *, newest: bool = True
+    ) -> None:
+        """The set becomes its line's newest generation; older ones are superseded.
+
+        One that is a generation already keeps its label, and its place unless `newest`.
+        """
         line = line_of(record.key, name)
         generations = self._lines.setdefault(line, [])
-        if generations and generations[-1] == record.id:
-            return
         if record.id in generations:
+            if not newest or generations[-1] == record.id:
+                return
             generations.remove(record.id)
+        else:
+            record.generations[line] = self._free_label(line, label)
         generations.append(record.id)
-        self._numbers[line] += 1
-        record.generations[line] = label or str(self._numbers[line])
+        record.superseded = False
         for older in [self.sets[set_id] for set_id in generations[:-1]]:
-            is_newest_elsewhere = any(
-                self._lines[other][-1] == older.id for other in older.generations
-            )
-            if older.state is State.SEALED and not older.pinned and not is_newest_elsewhere:
-                self._log("set-superseded", set=older.id, by=record.id, name=name)
-                self._retire(older)
+            self._supersede(older, record, name)
+
+    def _free_label(self, line: Line, wanted: str | None) -> str:
+        """The label that is wanted, or a number no generation of the line has ever had."""
+        if wanted is None or self._labelled(line, wanted) is not None:
+            self._numbers[line] += 1
+            return str(self._numbers[line])
+        if wanted.isdecimal() and len(wanted) <= MAX_NUMBER_DIGITS:
+            self._numbers[line] = max(self._numbers[line], int(wanted))
+        return wanted
+
+    def _labelled(self, line: Line, label: str) -> WeightSet | None:
+        """The generation of a line that has this label."""
+        members = (self.sets[set_id] for set_id in self._lines.get(line, ()))
+        return next((record for record in members if record.generations[line] == label), None)
+
+    def _supersede(self, older: WeightSet, newer: WeightSet, name: str) -> None:
+        if any(self._lines[line][-1] == older.id for line in older.generations):
+            return  # the newest of another name
+        older.superseded = True
+        if older.state is State.SEALED and not older.pinned:
+            self._log("set-superseded", set=older.id, by=newer.id, name=name)
+            self._retire(older)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from broker.custody.records import WeightSet, line_of
+from broker.custody.states import RESIDENT, State
 from broker.errors import Mismatch
+from broker.weights import WeightKey
 from broker.wire import Demand
 
 _FIELDS = ("device", "checkpoint", "dtype", "layout", "format", "quantization")
@@ -29,9 +31,11 @@ def differing(demand: Demand, record: WeightSet) -> dict[str, dict[str, Any]]:
 
 
 def _is_unknown(field: str, resident: object, record: WeightSet) -> bool:
+    if resident != "":
+        return False
     if field == "checkpoint":
-        return resident == ""
-    return field in ("dtype", "quantization") and record.nbytes == 0
+        return record.state not in RESIDENT
+    return field in ("dtype", "quantization") and record.state in (State.ABSENT, State.CLAIMED)
 
 
 def generation_of(record: WeightSet, name: str | None) -> str | None:
@@ -44,11 +48,29 @@ def mismatch(demand: Demand, record: WeightSet) -> Mismatch | None:
     fields = differing(demand, record)
     if not fields:
         return None
-    said = "; ".join(
-        f"{field} wanted {value['wanted']!r}, resident {value['resident']!r}"
-        for field, value in fields.items()
-    )
+    said = _said(fields, "resident")
     what = f"set {record.id}" + (f" ({', '.join(record.names)})" if record.names else "")
     return Mismatch(
         f"the resident weights of {what} are not what was asked for: {said}", differing=fields
+    )
+
+
+def unloadable(demand: Demand) -> Mismatch | None:
+    """The error for a demand that no load by the broker satisfies: it lays out whole checkpoints
+    as stored. None if it may."""
+    fields = differing(demand, WeightSet(0, WeightKey(device=demand.device)))
+    if not fields:
+        return None
+    said = _said(fields, "loaded")
+    return Mismatch(
+        f"the broker loads a checkpoint whole and as it is stored: {said}; leave this open, or "
+        "publish the weights from an engine",
+        differing=fields,
+    )
+
+
+def _said(fields: dict[str, dict[str, Any]], ours: str) -> str:
+    return "; ".join(
+        f"{field} wanted {value['wanted']!r}, {ours} {value['resident']!r}"
+        for field, value in fields.items()
     )

@@ -41,10 +41,12 @@ class Waiter:
     lease: str
     demand: Demand
     source: Source | None = None
+    key: WeightKey | None = None
+    """What a `claim` would write."""
     willing: bool = False
     """Takes the claim over if the writer is lost."""
     follows: bool = False
-    """Has other files of perhaps equal bytes: asks again when this set is sealed or has failed."""
+    """Perhaps means another set: asks again when this one is sealed or has failed."""
 
 
 @dataclass
@@ -53,6 +55,10 @@ class WeightSet:
 
     id: int
     key: WeightKey
+    asked: WeightKey = field(init=False)
+    """The key as it was claimed; `key` learns dtype and checkpoint as they become known."""
+    label: str | None = None
+    """What its publisher wants it to be called in its line."""
     state: State = State.ABSENT
     writer: int | None = None
     claim: str = ""
@@ -63,6 +69,9 @@ class WeightSet:
     pending: int | None = None
     """The writer's request that the device is working for."""
     pinned: bool = False
+    superseded: bool = False
+    """A newer generation is there: freed with the last lease, also if an engine that demanded this
+    one has had it sealed again."""
     used: int = 0
     """Logical time of the last grant or release: least recently used goes first."""
     progress: Progress | None = None
@@ -73,6 +82,9 @@ class WeightSet:
     identities: list[FileIdentity] = field(default_factory=list)
     generations: dict[Line, str] = field(default_factory=dict)
     """The label this set has in each line it belongs to."""
+
+    def __post_init__(self) -> None:
+        self.asked = self.key
 
     @property
     def names(self) -> list[str]:
@@ -102,13 +114,13 @@ class Failure:
 def content_of(key: WeightKey) -> tuple[object, ...]:
     """Equal for two sets of equal bytes; the name is not part of it when the content is known."""
     name = "" if key.checkpoint else key.name
-    return (name, key.checkpoint, *_variant(key))
+    return (name, key.checkpoint, *variant_of(key))
 
 
 def line_of(key: WeightKey, name: str) -> Line:
-    return (name, *_variant(key))
+    return (name, *variant_of(key))
 
 
-def _variant(key: WeightKey) -> tuple[object, ...]:
+def variant_of(key: WeightKey) -> tuple[object, ...]:
     layout = tuple(sorted(key.layout.items()))
     return (key.device, key.dtype, layout, key.format, key.quantization)

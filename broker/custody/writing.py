@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 
 from broker import wire
@@ -18,6 +20,7 @@ from broker.custody.records import (
     Failure,
     Waiter,
     WeightSet,
+    content_of,
 )
 from broker.custody.states import IN_PROGRESS, RESIDENT, State, Trigger
 from broker.errors import (
@@ -26,7 +29,7 @@ from broker.errors import (
     OverBudget,
     from_payload,
 )
-from broker.weights import align_up
+from broker.weights import WeightKey, align_up
 
 
 class Writing(Asking):
@@ -40,9 +43,10 @@ class Writing(Asking):
             raise BadRequest(
                 f"set {record.id} is {record.state.value}: resolve comes before reserve"
             )
+        self._check_checkpoint(record, request.checkpoint)
+        self._remember_read(record, request.files)
         resident = self._resident_twin(record, request.checkpoint)
         if resident is not None:
-            self._remember_files(resident, request.files)
             self._merge(record, resident)
         self._reply(ticket, wire.Resolved(resident is not None))
         return self._take()
@@ -53,15 +57,21 @@ class Writing(Asking):
         Unleased sets make room, least recently used first, if that is enough.
 
         Raises:
-            BadRequest: no such claim, or its memory is reserved already.
+            BadRequest: no such claim, its memory is reserved already, or the claim was for another
+                dtype or quantisation; the claim stays.
             OverBudget: it does not fit; the claim stays.
-            Mismatch: none of the engines that wait can use a set of this dtype; the claim stays.
+            Mismatch: a loader's set of which none of the engines that wait for it can use this
+                dtype; the claim stays.
         """
         record = self._claimed_by(session, request.claim)
         if record.state is not State.CLAIMED:
             raise BadRequest(f"set {record.id} is {record.state.value}: it has its memory already")
         if request.nbytes < 0 or request.tensors < 0:
             raise BadRequest("reserve: nbytes and tensors must not be negative")
+        key = self._completed_key(record, request)
+        misled = self._misled_waiters(record, key)
+        if misled and len(misled) == len(record.waiters) and record.loaded_by_broker:
+            raise misled[0][1]
         budget = self.budgets[record.key.device]
         nbytes = align_up(max(request.nbytes, 1), budget.granularity)
         self._make_room(record.key.device, nbytes)
@@ -70,25 +80,36 @@ class Writing(Asking):
         record.nbytes = nbytes
         record.tensors = request.tensors
         record.pending = ticket
-        record.key = msgspec.structs.replace(
-            record.key, dtype=request.dtype, quantization=request.quantization
-        )
+        record.key = key
         self._actions.append(CreateSlab(record.id, record.key.device, nbytes))
-        self._refuse_misled_waiters(record)
-        return self._take()
-
-    def _refuse_misled_waiters(self, record: WeightSet) -> None:
-        """Now that the dtype is known, waiters that demand another need not wait any longer."""
-        refused = [
-            (waiter, error)
-            for waiter in record.waiters.values()
-            if not waiter.follows and (error := mismatch(waiter.demand, record)) is not None
-        ]
-        for waiter, error in refused:
+        for waiter, error in misled:
             self._forget_waiter(waiter.ticket)
             self._reply(waiter.ticket, error)
-        if refused and not record.waiters:
-            self._fail(record, Failure(refused[0][1], inheritable=False))
+        return self._take()
+
+    def _completed_key(self, record: WeightSet, request: wire.Reserve) -> WeightKey:
+        """The set's key with what a claim may leave open: dtype and quantisation."""
+        key, said = record.key, (request.dtype, request.quantization)
+        for claimed, reserved in zip((key.dtype, key.quantization), said, strict=True):
+            if claimed and reserved and claimed != reserved:
+                raise BadRequest(
+                    f"set {record.id} was claimed as {claimed!r} and reserve says {reserved!r}: "
+                    "abandon it and claim the key that is meant"
+                )
+        return msgspec.structs.replace(
+            key, dtype=key.dtype or said[0], quantization=key.quantization or said[1]
+        )
+
+    def _misled_waiters(
+        self, record: WeightSet, key: WeightKey
+    ) -> list[tuple[Waiter, BrokerError]]:
+        """Now that the dtype is known, waiters that demand another need not wait any longer."""
+        known = WeightSet(record.id, key, state=State.WRITING)
+        return [
+            (waiter, error)
+            for waiter in record.waiters.values()
+            if not waiter.follows and (error := mismatch(waiter.demand, known)) is not None
+        ]
 
     def _make_room(self, device: str, nbytes: int) -> None:
         budget = self.budgets[device]
@@ -104,7 +125,7 @@ class Writing(Asking):
             key=lambda record: record.used,
         )
         if budget.free + sum(record.nbytes for record in idle) < nbytes:
-            raise self._over_budget(device, nbytes, sum(record.nbytes for record in idle))
+            raise self._over_budget(device, nbytes, idle)
         for record in idle:
             if budget.free >= nbytes:
                 return
@@ -112,20 +133,21 @@ class Writing(Asking):
             self._log("set-evicted", set=record.id, cause="memory is needed", nbytes=record.nbytes)
             self._end(record, Trigger.EVICT)
 
-    def _over_budget(self, device: str, nbytes: int, idle: int) -> OverBudget:
+    def _over_budget(self, device: str, nbytes: int, idle: list[WeightSet]) -> OverBudget:
         budget = self.budgets[device]
+        free = budget.free + sum(record.nbytes for record in idle)
         held = ", ".join(
             f"set {record.id}{f' ({record.names[0]})' if record.names else ''}: {record.nbytes}"
             for record in self.sets.values()
-            if record.key.device == device and record.nbytes and (record.leases or record.pinned)
+            if record.key.device == device and record.nbytes and record not in idle
         )
         return OverBudget(
             f"the weights need {nbytes} bytes on device {device}, "
-            f"{budget.free + idle} are free of a limit of {budget.limit}"
+            f"{free} are free of a limit of {budget.limit}"
             + (f"; in use: {held}" if held else "")
             + "; release or evict sets, or start the broker with a larger --memory-limit",
             requested=nbytes,
-            free=budget.free + idle,
+            free=free,
             limit=budget.limit,
             device=device,
         )
@@ -147,20 +169,27 @@ class Writing(Asking):
         record = self._claimed_by(session, request.claim)
         if record.state is not State.WRITING:
             raise BadRequest(f"set {record.id} is {record.state.value}: there is nothing to seal")
-        if record.key.checkpoint not in ("", request.checkpoint):
-            raise BadRequest(f"set {record.id} was claimed as {record.key.checkpoint}")
+        self._check_checkpoint(record, request.checkpoint)
+        self._remember_read(record, request.files)
         twin = self._resident_twin(record, request.checkpoint)
         if twin is not None:
-            self._remember_files(twin, request.files)
             self._merge(record, twin)
-            self._reply(ticket, self._sealed(twin, resident=True))
+            self._reply(ticket, self._sealed(twin, record.key.name, resident=True))
             return self._take()
         self._move(record, Trigger.SEAL)
         record.pending = ticket
         record.key = msgspec.structs.replace(record.key, checkpoint=request.checkpoint)
-        self._remember_files(record, request.files)
         self._actions.append(FreezeSlab(record.id, record.key.device))
         return self._take()
+
+    def _check_checkpoint(self, record: WeightSet, checkpoint: str) -> None:
+        if record.key.checkpoint not in ("", checkpoint):
+            raise BadRequest(f"set {record.id} was claimed as {record.key.checkpoint}")
+
+    def _remember_read(self, record: WeightSet, files: list[wire.FileStamp]) -> None:
+        """Files as a loader saw them while it read. An engine's word on files proves nothing."""
+        if record.loaded_by_broker:
+            self._remember_files(record, files)
 
     def slab_frozen(self, set_id: int) -> list[Action]:
         """The slab is immutable: everybody who waits gets a lease."""
@@ -170,23 +199,26 @@ class Writing(Asking):
         twin = self._resident_twin(record, record.key.checkpoint)
         if twin is not None:
             # Two writers of the same bytes were sealing at once; the first one stays.
-            self._answer_writer(record, self._sealed(twin, resident=True))
+            writer, pending, record.pending = record.writer, record.pending, None
             self._merge(record, twin)
+            if pending is not None and writer in self.sessions:
+                self._reply(pending, self._sealed(twin, record.key.name, resident=True))
             return self._take()
         self._move(record, Trigger.FROZEN)
         record.used = next(self._clock)
         record.progress = None
         if record.key.name:
-            self._join_line(record, record.key.name, None)
+            self._join_line(record, record.key.name, record.label)
         self.counters["sets_sealed"] += 1
         if record.loaded_by_broker:
             self.counters["loads_finished"] += 1
         self._log(
             "set-sealed", set=record.id, checkpoint=record.key.checkpoint, nbytes=record.nbytes
         )
-        self._answer_writer(record, self._sealed(record, resident=False))
+        self._answer_writer(record, self._sealed(record, record.key.name, resident=False))
         self._drop_claim(record)
-        self._serve_waiters(record, record, "loaded", "shared")
+        how = {record.initiator: "loaded", None: "shared"}
+        self._serve(record, self._detach_waiters(record), how)
         return self._take()
 
     def slab_failed(self, set_id: int, error: BrokerError) -> list[Action]:
@@ -200,8 +232,8 @@ class Writing(Asking):
         """The writer gives up; those who wait get its reason, or one of them the claim."""
         record = self._claimed_by(session, request.claim)
         error = from_payload(request.status, request.payload.encode())
-        record.writer = None
-        del self.sessions[session].claims[request.claim]
+        self._answer_writer(record, error)
+        self._drop_claim(record)
         self._fail(record, Failure(error))
         self._reply(ticket, wire.Done())
         return self._take()
@@ -215,77 +247,103 @@ class Writing(Asking):
         return self._take()
 
     def _lose_writer(self, record: WeightSet, failure: Failure) -> None:
+        self._answer_writer(record, failure.error)
+        self._drop_claim(record)
         if record.state is State.SEALING:
             # Everything was written and `seal` was asked for: the device's answer decides.
             self._move(record, Trigger.WRITER_LOST)
-            record.writer = None
-            record.pending = None
         else:
-            record.writer = None
             self._fail(record, failure)
 
     def _resident_twin(self, record: WeightSet, checkpoint: str) -> WeightSet | None:
-        """A resident set of the same content. The dtype follows from the content."""
+        """A resident set that makes this one superfluous."""
         if not checkpoint:
             return None
+        key = msgspec.structs.replace(record.key, checkpoint=checkpoint)
         for other in self.sets.values():
-            if (
-                other is not record
-                and other.state in RESIDENT
-                and other.key.checkpoint == checkpoint
-                and (other.key.device, other.key.format, other.key.layout)
-                == (record.key.device, record.key.format, record.key.layout)
-            ):
+            if other.state in RESIDENT and _is_twin(record, key, other):
                 return other
         return None
 
     def _merge(self, record: WeightSet, twin: WeightSet) -> None:
-        """`record` turned out to hold what `twin` holds: serve its waiters there, drop it."""
+        """`record` turned out to hold what `twin` holds: drop it, serve its waiters there."""
         self.counters["loads_shared_by_content"] += 1
         self._log("same-content", set=record.id, resident=twin.id)
-        for identity in list(record.identities):
-            self._remember_files(twin, identity)
         self._drop_claim(record)
-        self._serve_waiters(record, twin, "hashed", "hashed")
+        waiters, identities = self._detach_waiters(record), record.identities
         self._end(record, Trigger.EVICT)
+        for identity in identities:
+            self._remember_files(twin, identity)
+        if record.key.name:
+            self._move(twin, Trigger.ASK)
+            self._join_line(twin, record.key.name, record.label)
+        self._serve(twin, waiters, {None: "hashed"})
 
     def _fail(self, record: WeightSet, failure: Failure) -> None:
         """A set in progress ends: the next willing waiter writes it anew, else all are told why."""
-        if record.writer is not None:
-            self._answer_writer(record, failure.error)
-        record.pending = None
+        self._answer_writer(record, failure.error)
         if record.loaded_by_broker:
             self.counters["loads_failed"] += 1
         self._log("set-failed", set=record.id, cause=failure.error.sentence)
         if record.loaded_by_broker and record.writer in self.sessions:
             self._actions.append(StopLoader(record.writer))
         self._drop_claim(record)
-        heir = next((w for w in record.waiters.values() if w.willing), None)
-        if heir is not None and failure.inheritable:
-            self._inherit(record, heir)
-            return
-        waiters, record.waiters = record.waiters, {}
-        self._end(record, Trigger.FAIL)
-        for waiter in waiters.values():
-            self._unwait(waiter)
-        for waiter in waiters.values():
-            if waiter.follows:
-                self._retry(waiter)
-            else:
-                self._reply(waiter.ticket, failure.error)
+        waiters = self._detach_waiters(record)
+        heir = next((w for w in waiters if w.willing), None) if failure.inheritable else None
+        if heir is not None and heir.key is not None:
+            waiters.remove(heir)
+            successor = self._inherit(record, heir, heir.key)
+            waiters = self._wait_on(successor, waiters)
+        else:
+            self._end(record, Trigger.FAIL)
+        for waiter in (w for w in waiters if not w.follows):
+            self._reply(waiter.ticket, failure.error)
+        self._retry(waiters)
 
-    def _inherit(self, record: WeightSet, heir: Waiter) -> None:
+    def _inherit(self, record: WeightSet, heir: Waiter, key: WeightKey) -> WeightSet:
+        """A waiting claim takes over. The set goes on under a fresh id: the device may still answer
+        for the old slab."""
         self._free(record)
         self._move(record, Trigger.INHERIT)
-        del record.waiters[heir.ticket]
-        self._unwait(heir)
-        record.writer, record.claim = heir.session, heir.lease
-        record.pending = record.progress = None
-        self.sessions[heir.session].claims[heir.lease] = record.id
+        self._unlist(record)
+        successor = WeightSet(
+            next(self._set_ids),
+            key,
+            state=record.state,
+            writer=heir.session,
+            claim=heir.lease,
+            label=heir.demand.generation,
+        )
+        self.sets[successor.id] = successor
+        self.sessions[heir.session].claims[heir.lease] = successor.id
         self.counters["claims_inherited"] += 1
-        self._log("claim-inherited", set=record.id, session=heir.session)
+        self._log("claim-inherited", set=record.id, by=successor.id, session=heir.session)
         self._reply(heir.ticket, wire.Claimed(heir.lease))
+        return successor
 
-    def _sealed(self, record: WeightSet, *, resident: bool) -> wire.Sealed:
-        label = generation_of(record, record.key.name)
+    def _wait_on(self, successor: WeightSet, waiters: list[Waiter]) -> list[Waiter]:
+        """Those who asked for a checkpoint's files do not wait for an engine's: they come back."""
+        is_left = [waiter.source is not None or waiter.follows for waiter in waiters]
+        for waiter in (w for w, left in zip(waiters, is_left, strict=True) if not left):
+            self._or_refuse(waiter, partial(self._wait, successor, waiter))
+        return [waiter for waiter, left in zip(waiters, is_left, strict=True) if left]
+
+    def _sealed(self, record: WeightSet, name: str, *, resident: bool) -> wire.Sealed:
+        label = generation_of(record, name)
         return wire.Sealed(record.id, record.key.checkpoint, label, resident)
+
+
+def _is_twin(record: WeightSet, key: WeightKey, other: WeightSet) -> bool:
+    """Has `other` the bytes that `record`, whose content is now known, has or would have?
+
+    A loader adds nothing to the content, so dtype and quantisation, which it may not know yet,
+    follow from it; but only what another loader has digested itself counts as equal. An engine's
+    set is what its key says.
+    """
+    if other is record:
+        return False
+    if not record.loaded_by_broker:
+        return content_of(other.key) == content_of(key)
+    same = (key.device, key.checkpoint, key.format, key.layout)
+    theirs = (other.key.device, other.key.checkpoint, other.key.format, other.key.layout)
+    return other.loaded_by_broker and same == theirs
