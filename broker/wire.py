@@ -37,6 +37,9 @@ MAX_NAME_BYTES = 256
 MAX_FILES = 4096
 """Files of one checkpoint (the largest published ones have under 300)."""
 
+MAX_LAYOUT = 32
+"""Entries of a parallel layout (tp, pp, dp, ep, … with rank and size each)."""
+
 OK = "ok"
 PROGRESS = "progress"
 EVENT = "event"
@@ -421,19 +424,39 @@ def decode_request(operation: str, payload: bytes) -> Message:
 
 
 def _check_names(operation: str, message: Message) -> None:
-    for field in ("lease", "claim", "set"):
-        name = getattr(message, field, None)
-        if name is not None and not is_name(name):
-            raise BadRequest(
-                f"{operation}: {field} must be a printable name of 1 to {MAX_NAME_BYTES} bytes"
-            )
+    for field in ("lease", "claim", "set", "stage", "generation"):
+        _check_name(operation, field, getattr(message, field, None))
+    if isinstance(message, Acquire):
+        _check_described(operation, message.demand)
+        if message.source is not None and not message.source.files:
+            raise BadRequest(f"{operation}: the source names no file")
+    if isinstance(message, Claim):
+        _check_described(operation, message.key)
     described = getattr(message, "source", None) or message
     if len(getattr(described, "files", ())) > MAX_FILES:
         raise BadRequest(f"{operation}: a checkpoint may have {MAX_FILES} files at most")
 
 
+def _check_described(operation: str, described: Demand | WeightKey) -> None:
+    # What a key says comes back with each grant and in error sentences: it must stay small.
+    for field in ("device", "name", "checkpoint", "dtype", "format", "quantization", "generation"):
+        text = getattr(described, field, None)
+        may_be_empty = field in ("dtype", "quantization") or isinstance(described, WeightKey)
+        _check_name(operation, field, None if may_be_empty and text == "" else text)
+    layout = described.layout or {}
+    if len(layout) > MAX_LAYOUT or not all(map(is_name, layout)):
+        raise BadRequest(f"{operation}: a layout may have {MAX_LAYOUT} named sizes at most")
+
+
+def _check_name(operation: str, field: str, name: str | None) -> None:
+    if name is not None and not is_name(name):
+        raise BadRequest(
+            f"{operation}: {field} must be a printable name of 1 to {MAX_NAME_BYTES} bytes"
+        )
+
+
 def is_name(text: str) -> bool:
-    return 0 < len(text) <= MAX_NAME_BYTES and text.isprintable()
+    return text.isprintable() and 0 < len(text.encode()) <= MAX_NAME_BYTES
 
 
 def decode_to_broker(packet: bytes) -> ToBroker:
