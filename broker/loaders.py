@@ -120,7 +120,9 @@ class LoaderProcess:
     def join(self, seconds: float) -> None:
         """Wait for a killed process without the loop; for the broker's own end."""
         if not self._ended:
-            select.select([self._pidfd], [], [], seconds)
+            poller = select.poll()  # select() knows no descriptor above 1023
+            poller.register(self._pidfd, select.POLLIN)
+            poller.poll(seconds * 1000)
             self._end()
 
     def _listen(self) -> None:

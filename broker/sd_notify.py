@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+
+log = logging.getLogger("weight-broker")
 
 
 def notify(state: str) -> None:
     """Send a state such as "READY=1" to $NOTIFY_SOCKET; nothing happens without one.
 
-    A name that begins with "@" is in the abstract namespace, where the byte is NUL.
+    A name that begins with "@" is in the abstract namespace, where the byte is NUL. A socket that
+    cannot be reached is a warning: a broker is not there for those who watch it.
     """
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return
     if address.startswith("@"):
         address = "\0" + address[1:]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as notifier:
-        notifier.sendto(state.encode(), address)
+    kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+    with socket.socket(socket.AF_UNIX, kind) as notifier:
+        try:
+            notifier.sendto(state.encode(), address)
+        except OSError as error:
+            log.warning("NOTIFY_SOCKET=%r was not told %s: %s", address, state, error)

@@ -164,10 +164,13 @@ class Broker:
             signal.signal(number, lambda received, _frame: self._on_signal(received))
 
     def _on_signal(self, number: int) -> None:
+        if self._stopping:
+            return  # an impatient second one finds the loop closed, or about to be
         name = signal.Signals(number).name
         self.loop.call_soon_threadsafe(lambda: self.stop(f"received {name}"))
 
     def _close(self) -> None:
+        self._stopping = True
         self.helpers.close()
         self.loop.run_pending()
         for loader in self.loaders.values():
@@ -175,9 +178,10 @@ class Broker:
         for loader in list(self.loaders.values()):
             loader.join(STOP_SECONDS)
         self._sessions.close()
+        # The last replies first: after a session's end-of-file nobody reads them any more.
+        self.conversation.close()
         for peer in self.peers.values():
             peer.close()
-        self.conversation.close()
         self.store.close()
         self.loop.close()
         self._remove_sockets()
@@ -260,9 +264,9 @@ class Broker:
             # Its exit status and last words say more; they come with its pidfd.
             loader.end_soon()
             return
-        self._end_session(
-            peer.session, LoadFailed(f"the engine that was writing the weights is gone: {how}")
-        )
+        is_writing = self.books.sessions[peer.session].claims
+        who = "the engine that was writing the weights" if is_writing else "the engine"
+        self._end_session(peer.session, LoadFailed(f"{who} is gone: {how}"))
 
     def _end_session(self, session: int, cause: BrokerError) -> None:
         peer = self.peers.pop(session, None)
@@ -371,11 +375,10 @@ class Broker:
         self.loaders.pop(session, None)
         self._unwanted.discard(session)
         log.info("loader-ended session=%d how=%r", session, how)
-        error = LoadFailed(
-            f"the loader process died before the weights were complete: it {how}",
-            reason="loader-died",
-        )
-        self._end_session(session, error)
+        said = f"the loader process {how}"
+        if self.books.sessions[session].claims:
+            said = f"the loader process died before the weights were complete: it {how}"
+        self._end_session(session, LoadFailed(said, reason="loader-died"))
 
     def _stop_loader(self, session: int) -> None:
         self._unwanted.add(session)

@@ -24,6 +24,10 @@ MAX_DESCRIPTORS = 4
 """Descriptors in one packet; more are a truncated packet (MSG_CTRUNC), which is refused."""
 MAX_DELIVERED = 8
 """Delivered descriptors a session may have waiting for their request."""
+RECEIVE_BATCH = 64
+"""Packets of one session handled before others get their turn."""
+MAX_AHEAD = 1024
+"""Packets that may come before the descriptor that a request needs: an attach of every thread."""
 MAX_UNSENT = 64
 """Packets kept for an engine that does not read; its own packets are not read meanwhile."""
 
@@ -106,7 +110,9 @@ class SessionPeer:
         Raises:
             BadRequest: it was not delivered before the request.
         """
-        self._receive()
+        for _ in range(MAX_AHEAD):
+            if (request, what) in self._delivered or not self._receive():
+                break
         descriptor = self._delivered.pop((request, what), None)
         if descriptor is None:
             raise BadRequest(f"the {what}'s descriptor did not arrive on the session socket first")
@@ -137,8 +143,10 @@ class SessionPeer:
             self._flush()
         if events & HUNG_UP and self._unsent:
             self._end("it closed its session")
-        if events & (READ | HUNG_UP) and self._open:
-            self._receive()
+        if events & (READ | HUNG_UP):
+            for _ in range(RECEIVE_BATCH):
+                if not self._receive():
+                    break
 
     def _flush(self) -> None:
         while self._unsent:
@@ -170,31 +178,38 @@ class SessionPeer:
                 os.close(descriptor)
         self._unsent.clear()
 
-    def _receive(self) -> None:
-        """Read what is there; a peer that is not reading our packets is not read either."""
-        while self._open and not self._unsent:
-            try:
-                packet, descriptors, truncated = receive_packet(self._connection)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                self._end(f"its session socket failed ({error.strerror})")
-                return
-            if not packet and not descriptors:
-                self._end("it closed its session")
-                return
-            try:
-                self._handle(packet, descriptors, truncated=truncated)
-            except BrokerError as error:
-                refusal = wire.Refused("", error.status, error.to_payload().decode())
-                self.send(refusal)
+    def _receive(self) -> bool:
+        """Handle the next packet; false if there is none, or nothing that may be read now.
+
+        A peer that is not reading our packets is not read either.
+        """
+        if not self._open or self._unsent:
+            return False
+        try:
+            packet, descriptors, truncated = receive_packet(self._connection)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._end(f"its session socket failed ({error.strerror})")
+            return False
+        if not packet and not descriptors:
+            self._end("it closed its session")
+            return False
+        try:
+            self._handle(packet, descriptors, truncated=truncated)
+        except BrokerError as error:
+            self.send(wire.Refused("", error.status, error.to_payload().decode()))
+        return True
 
     def _handle(self, packet: bytes, descriptors: list[int], *, truncated: bool) -> None:
         with contextlib.ExitStack() as unused:
             for descriptor in descriptors:
                 unused.callback(os.close, descriptor)
             if truncated:
-                raise BadRequest(f"a packet carries {MAX_DESCRIPTORS} descriptors at most")
+                raise BadRequest(
+                    f"a packet has {wire.MAX_SESSION_PACKET_BYTES} bytes and {MAX_DESCRIPTORS} "
+                    "descriptors at most"
+                )
             message = wire.decode_to_broker(packet)
             if isinstance(message, wire.Attach):
                 self._on_attach(self, message)

@@ -9,7 +9,7 @@ import weakref
 
 from broker import wire
 from broker.devices.base import Device, DeviceError, Mapping
-from broker.errors import InternalError
+from broker.errors import InternalError, UsageError
 from broker.weights import Manifest, decode_manifest
 from engine_client.deadline import Deadline
 from engine_client.session import Session
@@ -21,7 +21,7 @@ class Lease:
     Attributes:
         granted: what the broker said of the set.
         manifest: validated against the slab.
-        mapping: valid until `end`.
+        mapping: valid until `end`, and until no memory view is left.
         platform: "cuda", "rocm" or "simulated".
     """
 
@@ -38,18 +38,31 @@ class Lease:
         self.mapping = mapping
         self.platform = platform
         self._session = session
-        self._lock = threading.Lock()
+        # Reentrant: a garbage collection inside may find the last view.
+        self._lock = threading.RLock()
+        self._is_wanted = True
         self._ended = False
-        self._views: list[weakref.ref[ctypes.Array[ctypes.c_char]]] = []
+        self._views = 0
 
-    @property
-    def ended(self) -> bool:
-        return self._ended
+    def check_process(self) -> None:
+        """Raise `UsageError` in a forked child: the slab is not mapped there."""
+        if self._session.is_inherited:
+            raise UsageError(
+                "these weights were mapped before a fork and are not mapped in this child process: "
+                "make a client in the child and acquire them there"
+            )
 
     def end(self) -> None:
-        """Unmap, then give the lease back. Idempotent; any address in the slab is invalid then."""
+        """Unmap, then give the lease back, as soon as no memory view is left. Idempotent.
+
+        In a forked child it does nothing: mapping and lease are the parent's.
+        """
+        self._is_wanted = False
+        self._end_if_unused()
+
+    def _end_if_unused(self) -> None:
         with self._lock:
-            if self._ended:
+            if self._is_wanted or self._views or self._ended:
                 return
             self._ended = True
         self.mapping.close()
@@ -60,16 +73,39 @@ class Lease:
         return self.memory(0, self.mapping.nbytes)
 
     def memory(self, offset: int, nbytes: int) -> memoryview:
-        """Read-only bytes of the slab, on devices whose memory the host can read."""
+        """Read-only bytes of the slab, on devices whose memory the host can read.
+
+        The view and whatever is made of it keep the slab mapped, and the lease with it.
+        """
+        with self._lock:
+            if not self._is_wanted:
+                raise UsageError("these weights have been released; acquire them again")
+            self._views += 1
         array = (ctypes.c_char * nbytes).from_address(self.mapping.address + offset)
-        self._views = [view for view in self._views if view() is not None]
-        self._views.append(weakref.ref(array))
+        weakref.finalize(array, self._view_died).atexit = False
         return memoryview(array).cast("B").toreadonly()
+
+    def _view_died(self) -> None:
+        with self._lock:
+            self._views -= 1
+        self._end_if_unused()
 
     @property
     def has_views(self) -> bool:
         """Whether a memory view handed out is still alive."""
-        return any(view() is not None for view in self._views)
+        return self._views > 0
+
+
+class LeasedMapping(Mapping):
+    """The mapping as tensors own it: that they are done with it ends the lease."""
+
+    def __init__(self, lease: Lease) -> None:
+        self.address = lease.mapping.address
+        self.nbytes = lease.mapping.nbytes
+        self._lease = lease
+
+    def close(self) -> None:
+        self._lease.end()
 
 
 def attach(session: Session, device: Device, granted: wire.Granted, deadline: Deadline) -> Lease:

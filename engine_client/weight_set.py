@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from broker.errors import UsageError
 from broker.weights import ITEM_BYTES, Manifest, WeightKey, storage_extent
-from engine_client.lease import Lease
+from engine_client.lease import Lease, LeasedMapping
 
 if TYPE_CHECKING:
     import torch
@@ -196,11 +196,10 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
                 self._finalizer.detach()
                 lease = self._lease
                 self._slab = SlabTensors(
-                    lease.mapping,
+                    LeasedMapping(lease),
                     lease.manifest,
                     lease.platform,
                     device_index=self._device_index,
-                    on_last_release=lease.end,
                 )
             return self._slab
 

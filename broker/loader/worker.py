@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -72,7 +73,12 @@ def _read_job(descriptor: int) -> Job:
 
 def _give_up(session: Session, job: Job, error: BrokerError) -> int:
     payload = error.to_payload().decode()
-    session.call("abandon", wire.Abandon(job.claim, error.status, payload), wire.Done)
+    try:
+        session.call("abandon", wire.Abandon(job.claim, error.status, payload), wire.Done)
+    except BrokerError as refusal:
+        # Evicted or stopping: nobody waits for the reason any more.
+        print(f"{error.sentence} ({refusal.sentence})", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -2,46 +2,83 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.processes import Engine, RunningBroker
+from tests.support.clock import eventually
+from tests.support.processes import Engine, RunningBroker, processes_of
+
+
+@contextmanager
+def private_directory() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="wb-", dir="/tmp"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def brokers(directory: Path) -> Iterator[Callable[..., RunningBroker]]:
+    """Starts brokers; each must end in order with code 0 unless the test ended it.
+
+    Nothing of theirs may be left then: no process, no socket, no unforeseen exception in the log.
+    """
+    started: list[RunningBroker] = []
+
+    def start(*options: str, **settings: Any) -> RunningBroker:
+        started.append(RunningBroker(directory, *options, **settings))
+        return started[-1]
+
+    try:
+        yield start
+        for broker in started:
+            was_running = broker.process.poll() is None
+            code = broker.stop()
+            log = broker.log.read_text()
+            assert code == 0 or not was_running, f"the broker ended with {code}:\n{log}"
+            assert "Traceback" not in log, log
+            if was_running:
+                left = [*directory.glob("*.zmq"), *directory.glob("*.session")]
+                assert not left, f"the broker left {left}"
+        eventually(lambda: not processes_of(directory), 5, "the end of every process")
+    finally:
+        for pid in processes_of(directory):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture
 def broker_dir() -> Iterator[Path]:
-    """A directory with a path short enough for sockets."""
-    path = Path(tempfile.mkdtemp(prefix="wb-", dir="/tmp"))
-    yield path
-    shutil.rmtree(path, ignore_errors=True)
+    """A private directory with a path short enough for sockets."""
+    with private_directory() as path:
+        yield path
 
 
 @pytest.fixture
 def start_broker(broker_dir: Path) -> Iterator[Callable[..., RunningBroker]]:
-    """Starts brokers; each must end in order with code 0 unless the test killed it."""
-    started: list[RunningBroker] = []
-
-    def start(*options: str) -> RunningBroker:
-        started.append(RunningBroker(broker_dir, *options))
-        return started[-1]
-
-    yield start
-    for broker in started:
-        was_running = broker.process.poll() is None
-        code = broker.stop()
-        log = broker.log.read_text()
-        if was_running:
-            assert code == 0, f"the broker ended with {code}:\n{log}"
-        assert "Traceback" not in log, log
+    with brokers(broker_dir) as start:
+        yield start
 
 
 @pytest.fixture
 def broker(start_broker: Callable[..., RunningBroker]) -> RunningBroker:
+    """A broker of its own for a test that disturbs it or counts what it does."""
     return start_broker()
+
+
+@pytest.fixture(scope="module")
+def shared_broker() -> Iterator[RunningBroker]:
+    """One broker for all tests of a file: each finds it as the ones before have left it."""
+    with private_directory() as directory, brokers(directory) as start:
+        yield start()
 
 
 @pytest.fixture

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
+import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,8 @@ from broker.checkpoints.identity import slab_identity
 from broker.errors import BrokerError
 from engine_client import Checkpoint, EngineClient, WeightSet
 
+NOBODY = 65534
+
 
 class ToldEngine:
     """One method a command."""
@@ -19,11 +25,13 @@ class ToldEngine:
     def __init__(self, directory: Path) -> None:
         self.client = EngineClient("simulated", directory=directory, label="told engine")
         self.weights: dict[str, WeightSet] = {}
-        self.lost = False
+        self.lost_at: float | None = None
         self.client.on_broker_lost(self._on_lost)
 
     def _on_lost(self) -> None:
-        self.lost = True
+        self.lost_at = time.time()
+
+    # --- weights --------------------------------------------------------------------------
 
     def acquire(
         self, path: str, name: str | None = None, keep: str = "w", **options: Any
@@ -67,11 +75,70 @@ class ToldEngine:
     def release(self, keep: str = "w") -> None:
         self.weights.pop(keep).release()
 
-    def is_lost(self) -> bool:
-        return self.lost
+    # --- its surroundings -----------------------------------------------------------------
+
+    def lost(self) -> float | None:
+        """When `on_broker_lost` called back (Unix time)."""
+        return self.lost_at
 
     def status(self) -> dict[str, Any]:
         return self.client.status()
+
+    def become_nobody(self) -> None:
+        """Give up root's right to read everything."""
+        os.seteuid(NOBODY)
+
+    def run_out_of_address_space(self) -> None:
+        """From now on nothing large can be mapped."""
+        import resource
+
+        _soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 20, hard))
+
+    # --- children -------------------------------------------------------------------------
+
+    def fork(self, keep: str = "w") -> dict[str, Any]:
+        """Fork a child that tries everything a client can do, says how it went, and lives on."""
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(writer, json.dumps(self._tries_in_child(keep)).encode())
+            os.close(writer)
+            signal.pause()
+            os._exit(0)
+        os.close(writer)
+        said = b"".join(iter(lambda: os.read(reader, 65536), b""))
+        os.close(reader)
+        return {"child": child, "tries": json.loads(said)}
+
+    def _tries_in_child(self, keep: str) -> dict[str, str]:
+        weights = self.weights[keep]
+        tries: dict[str, Callable[[], Any]] = {
+            "status": self.client.status,
+            "acquire": lambda: self.client.acquire("some name"),
+            "memory": weights.slab_memory,
+            "on_broker_lost": lambda: self.client.on_broker_lost(lambda: None),
+            "release": weights.release,
+            "close": self.client.close,
+        }
+        return {name: _outcome(attempt) for name, attempt in tries.items()}
+
+    def fork_unseen(self) -> int:
+        """Fork as a library in C would: Python's hooks for forked children do not run."""
+        libc = ctypes.PyDLL(None)  # the GIL must not be another thread's in the child
+        child: int = libc.fork()
+        if child == 0:
+            libc.pause()
+            libc._exit(0)
+        return child
+
+
+def _outcome(attempt: Callable[[], Any]) -> str:
+    try:
+        attempt()
+    except BrokerError as error:
+        return f"{type(error).__name__}: {error.sentence}"
+    return "done"
 
 
 def main() -> None:
@@ -87,7 +154,7 @@ def main() -> None:
                 "sentence": error.sentence,
                 "fields": error.fields,
             }
-        print(json.dumps(answer, default=str), flush=True)
+        print(json.dumps({**answer, "at": time.time()}, default=str), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from broker import wire
 from engine_client import EngineClient
 from engine_client.observer import Observer
 from tests.support.clock import SCALE, eventually
+from tests.support.raw import RawDealer
 
 START_SECONDS = 20.0
 ANSWER_SECONDS = 30.0
+RIGHT_SECONDS = 1.0
+"""Within this the books are right again after a death (DESIGN promise 5, issue of the whole)."""
 ROOT = Path(__file__).resolve().parents[2]
+LOADER_FAULTS = Path(__file__).parent / "loader_faults"
+
+
+class LoaderFault(str, Enum):
+    """What a broker's next loaders do wrong (loader_faults/sitecustomize.py)."""
+
+    STOPS_AT_START = "stops at start"
+    """SIGSTOP before its first word: a load as slow as a test wants it. `let_loader_go` ends it."""
+    STOPS_WHILE_WRITING = "stops while writing"
+    DIES_WHILE_WRITING = "dies while writing"
+    FINDS_THE_DEVICE_FULL = "finds the device full"
 
 
 class _Lines:
@@ -34,6 +52,9 @@ class _Lines:
         stream.close()
         self._lines.put(None)
 
+    def has_next(self) -> bool:
+        return not self._lines.empty()
+
     def next(self, seconds: float, what: str) -> str:
         try:
             line = self._lines.get(timeout=seconds * SCALE)
@@ -47,16 +68,30 @@ class _Lines:
 class RunningBroker:
     """`weight-broker serve` in a process of its own, on the simulated device by default."""
 
-    def __init__(self, directory: Path, *options: str, device: str = "simulated") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *options: str,
+        device: str = "simulated",
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
         self.directory = directory
         self.log = directory / "broker.log"
-        self._log_file = self.log.open("w")
+        self._log_file = self.log.open("a")
+        self._loader_order = directory / "loader-order"
+        self._dealer: RawDealer | None = None
         always = ("--device", device, "--dir", str(directory))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "broker", "serve", *always, *options],
             stdout=subprocess.PIPE,
             stderr=self._log_file,
             cwd=ROOT,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(LOADER_FAULTS),
+                "WEIGHT_BROKER_TEST_LOADER": str(self._loader_order),
+                **(environ or {}),
+            },
             text=True,
         )
         assert self.process.stdout is not None
@@ -78,32 +113,83 @@ class RunningBroker:
         return Observer(directory=self.directory)
 
     def status(self) -> dict[str, Any]:
-        with self.observer() as observer:
-            return observer.status()
+        """As `weight-broker status --json` has it, without a session that would be in it."""
+        if self._dealer is None:
+            self._dealer = RawDealer(self.directory)
+        status, payload = self._dealer.ask(b"status", b"")
+        assert status == b"ok", payload
+        return wire.as_plain(wire.decode_reply(wire.StatusReport, payload))
 
     def counter(self, name: str) -> int:
         count: int = self.status()["counters"].get(name, 0)
         return count
 
     def kill(self) -> None:
+        """SIGKILL: nothing is tidied up."""
         self.process.kill()
-        self.process.wait()
+        self._ended()
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """End it in order; its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
-        code = self.process.wait(START_SECONDS * SCALE)
-        self._log_file.close()
-        return code
+        return self._ended()
 
-    def children(self) -> list[int]:
+    def _ended(self) -> int:
+        try:
+            return self.process.wait(START_SECONDS * SCALE)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise AssertionError(f"the broker did not end:\n{self.log.read_text()}") from None
+        finally:
+            self._log_file.close()
+            if self._dealer is not None:
+                self._dealer.close()
+
+    # --- what it holds --------------------------------------------------------------------
+
+    def free_bytes(self) -> int:
+        """Bytes of the device that its books call free."""
+        (device,) = self.status()["devices"].values()
+        free: int = device["free"]
+        return free
+
+    def waiting(self) -> int:
+        """Requests that wait for weights."""
+        return sum(entry["waiting"] for entry in self.status()["sets"])
+
+    def slabs(self) -> int:
+        """Descriptors of slabs that the process really has, by the kernel's word."""
+        return held_slabs(self.pid)
+
+    # --- its loaders ----------------------------------------------------------------------
+
+    def order_loaders(self, fault: LoaderFault | None) -> None:
+        """What loaders that start from now on do wrong; None: nothing."""
+        if fault is None:
+            self._loader_order.unlink(missing_ok=True)
+        else:
+            self._loader_order.write_text(fault.value)
+
+    def loaders(self) -> list[int]:
         """Pids of the loaders that run now."""
-        path = Path(f"/proc/{self.pid}/task")
-        pids: list[int] = []
-        for task in path.iterdir():
-            pids += map(int, (task / "children").read_text().split())
-        return pids
+        return [entry["pid"] for entry in self.status()["sessions"] if entry["loader"]]
+
+    def stopped_loader(self) -> int:
+        """The pid of the loader that has stopped itself as it was ordered to."""
+
+        def stopped() -> int:
+            pids = [pid for pid in self.loaders() if process_state(pid) == "T"]
+            return pids[0] if pids else 0
+
+        return eventually(stopped, START_SECONDS, "a loader's stop")
+
+    def let_loader_go(self) -> None:
+        """Let the stopped loader go on; later ones do nothing wrong."""
+        pid = self.stopped_loader()
+        self.order_loaders(None)
+        os.kill(pid, signal.SIGCONT)
 
 
 class Engine:
@@ -135,6 +221,10 @@ class Engine:
         """`{"ok": …}` or `{"error": class name, "sentence": …, "fields": …}`."""
         answer: dict[str, Any] = json.loads(self._lines.next(seconds, f"engine {self.pid}"))
         return answer
+
+    def has_answered(self) -> bool:
+        """Whether `answer` would return at once."""
+        return self._lines.has_next()
 
     def ask(self, command: str, **arguments: Any) -> Any:
         """Do a command that is expected to succeed; its result."""
@@ -170,18 +260,57 @@ class Engine:
         self.close()
 
 
-def is_alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
+def process_state(pid: int) -> str:
+    """The kernel's letter for what the process does (proc(5)); "" if there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
+        return ""
+    return stat.rpartition(")")[2].split()[0]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process exists and is no zombie."""
+    return process_state(pid) not in ("", "Z", "X")
 
 
 def wait_until_gone(pid: int, seconds: float = 5.0) -> None:
     eventually(lambda: not is_alive(pid), seconds, f"the end of process {pid}")
 
 
-def open_descriptors(pid: int) -> int:
-    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+def descriptors(pid: int) -> list[str]:
+    """What each of a process's descriptors leads to."""
+    return [target for link in Path(f"/proc/{pid}/fd").iterdir() if (target := _target(link))]
+
+
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except FileNotFoundError:  # closed meanwhile
+        return ""
+
+
+def held_slabs(pid: int) -> int:
+    return sum("weight-broker-slab" in target for target in descriptors(pid))
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process (VmRSS; "kB" is 1024 bytes, proc(5))."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"process {pid} has no resident memory")
+
+
+def processes_of(directory: Path) -> list[int]:
+    """Brokers of this directory and their loaders, whoever their parent is now."""
+    mark = f"WEIGHT_BROKER_TEST_LOADER={directory}/".encode()
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if mark in _environment(pid) and is_alive(pid)]
+
+
+def _environment(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # gone meanwhile, or not ours
+        return b""

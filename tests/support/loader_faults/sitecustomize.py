@@ -1,0 +1,58 @@
+"""Makes loader processes misbehave on order, without a line of it in the product.
+
+A test's broker runs with this folder on PYTHONPATH, and so do the loaders it starts: Python imports
+a `sitecustomize` before anything else. Only a loader looks at the order, a file with one word
+(tests/support/processes.py, `LoaderFault`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from pathlib import Path
+
+TYPE_CHECKING = False  # typing would cost every process of every test its import
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from typing_extensions import Buffer
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def die() -> None:
+    os.write(2, b"DyingLoader: these are its last words\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def find_the_device_full() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def at_first_write(fault: Callable[[], None]) -> None:
+    """Do `fault` when the loader first writes to its slab, then go on as ever."""
+    pwrite = os.pwrite
+
+    def faulty(descriptor: int, data: Buffer, offset: int) -> int:
+        os.pwrite = pwrite
+        fault()
+        return pwrite(descriptor, data, offset)
+
+    os.pwrite = faulty
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "stops at start": stop,
+    "stops while writing": lambda: at_first_write(stop),
+    "dies while writing": lambda: at_first_write(die),
+    "finds the device full": lambda: at_first_write(find_the_device_full),
+}
+
+if "broker.loader" in sys.orig_argv:
+    order = Path(os.environ["WEIGHT_BROKER_TEST_LOADER"])
+    if order.exists():
+        FAULTS[order.read_text()]()
