@@ -37,6 +37,9 @@ each GPU, and a first context takes seconds more."""
 PATTERN_BYTES = 64 << 10
 """Written at both ends of the slab: enough to show that the whole of it is the same memory."""
 
+REAPER = "reap-roundtrip-child"
+"""Name of the thread that waits for a child that was given up."""
+
 _MESSAGE_BYTES = 8192
 
 
@@ -204,7 +207,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     """
     if child.poll() is None:
         child.kill()
-        threading.Thread(target=child.wait, name="reap-roundtrip-child", daemon=True).start()
+        threading.Thread(target=child.wait, name=REAPER, daemon=True).start()
     if child.stderr is not None:
         child.stderr.close()
 

@@ -353,6 +353,19 @@ def test_the_exported_descriptor_is_closed_once_whoever_owns_it(
     os.close(slab)
 
 
+def test_a_number_that_another_file_has_taken_is_left_alone(fake_hip: FakeDriver) -> None:
+    """The runtime closed the exported descriptor, and a file of another thread got its number."""
+    device = open_devices(fake_hip.start("keeps_fd=2"))[0]
+    folder = Path("/proc/self/fd")
+    before = set(folder.iterdir())
+    slab = device.create(2 << 20)
+    new = {path for path in folder.iterdir() if path not in before and path.exists()}
+    (taken,) = new - {folder / str(slab)}
+    assert taken.readlink() == Path("/dev/null")
+    os.close(int(taken.name))
+    os.close(slab)
+
+
 # --- imports ----------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from broker.devices.base import DeviceError
 from broker.devices.cuda import CudaDevice
 from broker.devices.discovery import open_devices
 from broker.devices.roundtrip import (
+    REAPER,
     Canary,
     RoundTripFailed,
     _run_child,
@@ -23,7 +25,7 @@ from tests.fake_driver.build import FakeDriver
 
 DEADLINE_SECONDS = 30.0
 SHORT_DEADLINE_SECONDS = 0.5
-"""For a child that hangs; a slow one ends in the same way."""
+"""For a child that hangs; one that has not got there yet ends in the same way."""
 
 IMPORT = {"nvidia": "cuMemImportFromShareableHandle", "amd": "hipMemImportFromShareableHandle"}
 CREATE = {"nvidia": "cuMemCreate", "amd": "hipMemCreate"}
@@ -48,6 +50,14 @@ def nothing_left_open() -> Iterator[None]:
     before = len(list(Path("/proc/self/fd").iterdir()))
     yield
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def hung_children_are_gone() -> bool:
+    """Whether each child that was given up has been ended and reaped, waiting for that."""
+    reapers = [thread for thread in threading.enumerate() if thread.name == REAPER]
+    for thread in reapers:
+        thread.join(DEADLINE_SECONDS)
+    return bool(reapers) and not any(thread.is_alive() for thread in reapers)
 
 
 def failing(
@@ -147,6 +157,7 @@ def test_a_writer_that_hangs(
     faults = f"{CREATE['nvidia']}=hang"
     error = failing(fake_cuda, cuda, monkeypatch, faults, deadline_seconds=SHORT_DEADLINE_SECONDS)
     assert (error.step, error.reason) == ("write", "hung")
+    assert hung_children_are_gone()
     assert str(error) == (
         f"the child that should write a pattern on {cuda.properties.uuid} did not finish in time"
     )
@@ -161,6 +172,7 @@ def test_a_reader_that_hangs(
     with pytest.raises(RoundTripFailed, match=r"should read a pattern on .* in time") as caught:
         _run_child("read", cuda.properties.uuid, lambda: SHORT_DEADLINE_SECONDS, canary)
     assert (caught.value.step, caught.value.reason) == ("read", "hung")
+    assert hung_children_are_gone()
     os.close(canary.descriptor)
 
 

@@ -69,6 +69,13 @@ static void forget_unused(struct allocation *allocation)
         return;
     if (allocation->exported >= 0 && close(allocation->exported))
         fake_complain("the exported descriptor %d was closed too early", allocation->exported);
+    if (allocation->exported >= 0 && fake.keeps_fd == 2) { /* another thread takes the number */
+        int other = open("/dev/null", O_RDONLY | O_CLOEXEC);
+        if (other != allocation->exported) {
+            dup3(other, allocation->exported, O_CLOEXEC);
+            close(other);
+        }
+    }
     close(allocation->descriptor);
     struct allocation **place = &allocations;
     while (*place != allocation)
