@@ -72,7 +72,6 @@ _FOREIGN_FILES: tuple[tuple[bytes, str, str], ...] = (
     (b"PK\x03\x04", "unsafe_pickle", f"is a zip archive as torch.save writes it; {_PICKLES}"),
     (b"\x80\x02", "unsafe_pickle", f"is a pickle; {_PICKLES}"),
     (b"\x80\x04", "unsafe_pickle", f"is a pickle; {_PICKLES}"),
-    (b"\x1f\x8b", "not_safetensors", "is a gzip archive; unpack it first"),
 )
 """How other files begin, and what to say; looked at only where the length word is impossible."""
 

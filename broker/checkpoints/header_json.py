@@ -24,6 +24,9 @@ from broker.checkpoints.faults import load_failed, quoted
 
 METADATA = "__metadata__"
 _FIELDS = ("dtype", "shape", "data_offsets")
+_DEEPEST = 100
+"""The library's parser stops at 128 levels, also in fields that are ignored."""
+
 _STRINGS_OF_ENTRY = 5  # the name, three keys and the dtype's value
 
 
@@ -97,7 +100,8 @@ def _without_metadata(text: bytes) -> tuple[int, bytes]:
         return 0, text
     end = text.find(b"}") + 1
     metadata = _metadata_decoder.decode(text[len(_METADATA_FIRST) : end])
-    rest = text[end + 1 :] if text[end : end + 1] == b"," else b""
+    # A comma must be followed by a name: without the metadata, a trailing one would go unnoticed.
+    rest = text[end + 1 :] if text[end : end + 2] == b',"' else text[end:]
     return 1 + 2 * len(metadata), b"{" + rest
 
 
@@ -204,6 +208,8 @@ def _checked_entry(name: str, value: object, file: str) -> Entry:
     missing = [field for field in _FIELDS if field not in value]
     if missing:
         raise bad("bad_entry", f"has no {missing[0]}")
+    if len(value) > len(_FIELDS) and not _is_shallow(value, _DEEPEST):
+        raise bad("bad_json", "is nested too deeply")
     dtype, shape, offsets = (value[field] for field in _FIELDS)
     if type(dtype) is not str:
         raise bad("bad_entry", "has a dtype that is not a string")
@@ -216,3 +222,13 @@ def _checked_entry(name: str, value: object, file: str) -> Entry:
     ):
         raise bad("bad_entry", "has data_offsets that are not two integers")
     return Entry(dtype, tuple(shape), (offsets[0], offsets[1]))
+
+
+def _is_shallow(value: object, levels: int) -> bool:
+    if isinstance(value, dict):
+        inner = list(value.values())
+    elif isinstance(value, list):
+        inner = value
+    else:
+        return True
+    return levels > 0 and all(_is_shallow(item, levels - 1) for item in inner)

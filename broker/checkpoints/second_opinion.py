@@ -2,8 +2,8 @@
 
 Our own reader is the stricter one (tests/checkpoints/test_against_library.py), so this refuses
 nothing today; it is there for the day the format changes and for a mistake of ours. The only module
-of this package that imports the library, and the loader the only process. The library opens no file
-without numpy, whatever framework it is told; where there is none, our reader stands alone.
+of this package that imports the library, and the loader the only process. Having checked a header,
+the library imports numpy whatever it was asked for; where there is none, it has done its part.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def require_library_agrees(descriptor: int, file: str) -> None:
         with safe_open(f"/proc/self/fd/{descriptor}", framework="numpy"):
             return
     except ModuleNotFoundError as error:
-        _log.debug("no second opinion on %s: %s", file, error)
+        _log.debug("%s is sound, the library says, and then: %s", file, error)
     except (SafetensorError, OSError) as error:
         raise load_failed(
             "not_safetensors",
