@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,12 +54,22 @@ def nothing_left_open() -> Iterator[None]:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def hung_children_are_gone() -> bool:
-    """Whether each child that was given up has been ended and reaped, waiting for that."""
-    reapers = [thread for thread in threading.enumerate() if thread.name == REAPER]
-    for thread in reapers:
-        thread.join(DEADLINE_SECONDS)
-    return bool(reapers) and not any(thread.is_alive() for thread in reapers)
+@pytest.fixture(autouse=True)
+def no_child_left_running(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every child has ended when the call has returned, or is ended soon after a hang."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    class RecordedChild(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+
+    monkeypatch.setattr("broker.devices.roundtrip.subprocess.Popen", RecordedChild)
+    yield
+    for thread in threading.enumerate():
+        if thread.name == REAPER:
+            thread.join(DEADLINE_SECONDS)
+    assert all(child.returncode is not None for child in started)
 
 
 def failing(
@@ -157,7 +169,6 @@ def test_a_writer_that_hangs(
     faults = f"{CREATE['nvidia']}=hang"
     error = failing(fake_cuda, cuda, monkeypatch, faults, deadline_seconds=SHORT_DEADLINE_SECONDS)
     assert (error.step, error.reason) == ("write", "hung")
-    assert hung_children_are_gone()
     assert str(error) == (
         f"the child that should write a pattern on {cuda.properties.uuid} did not finish in time"
     )
@@ -172,7 +183,6 @@ def test_a_reader_that_hangs(
     with pytest.raises(RoundTripFailed, match=r"should read a pattern on .* in time") as caught:
         _run_child("read", cuda.properties.uuid, lambda: SHORT_DEADLINE_SECONDS, canary)
     assert (caught.value.step, caught.value.reason) == ("read", "hung")
-    assert hung_children_are_gone()
     os.close(canary.descriptor)
 
 

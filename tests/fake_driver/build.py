@@ -17,7 +17,10 @@ from tests.fake_driver import headers
 
 HERE = Path(__file__).parent
 COMMON = ("core.c", "memory.c", "work.c")
-VENDOR_SOURCE: dict[Vendor, str] = {"nvidia": "fake_cuda.c", "amd": "fake_hip.c"}
+VENDOR_SOURCES: dict[Vendor, tuple[str, ...]] = {
+    "nvidia": ("fake_cuda.c", "layout_cuda.c", "fake_nvml.c"),
+    "amd": ("fake_hip.c", "layout_hip.c"),
+}
 KINDS = (
     "handles",
     "reservations",
@@ -46,7 +49,7 @@ def build(vendor: Vendor, folder: Path) -> Path:
     library = folder / f"libfake-{vendor}.so"
     command = [compiler, "-shared", "-fPIC", "-Wall", "-Wextra", "-pthread"]
     command += ["-fvisibility=hidden", "-isystem", str(include), "-o", str(library)]
-    command += [str(HERE / name) for name in (*COMMON, VENDOR_SOURCE[vendor])]
+    command += [str(HERE / name) for name in (*COMMON, *VENDOR_SOURCES[vendor])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise AssertionError(f"the fake {vendor} driver does not compile:\n{done.stderr}")

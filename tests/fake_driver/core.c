@@ -171,7 +171,7 @@ static int live(const char *kind)
 static const char *kinds[] = {"handles", "reservations", "mappings", "streams", "events",
                               "pinned", "copies", "contexts", "pushed"};
 
-__attribute__((destructor)) static void report_what_is_left(void)
+__attribute__((destructor)) EXPORT void fake_report(void)
 {
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
         if (live(kinds[i])) {
@@ -187,6 +187,7 @@ __attribute__((destructor)) static void report_what_is_left(void)
 EXPORT void fake_reset(const char *settings, const char *faulty)
 {
     vendor_reset();
+    work_reset();
     memory_reset();
     pthread_mutex_lock(&lock);
     configured = initialised = visible_count = call_kinds = fault_count = 0;

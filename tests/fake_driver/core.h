@@ -88,6 +88,7 @@ int work_copy_out(void *target, uint64_t source, size_t size, enum action action
 int work_is_target(uint64_t address, size_t size); /* copies into it are under way */
 int work_live(const char *kind);
 int work_live_on(int ordinal);
+void work_reset(void);
 
 int vendor_live(const char *kind); /* "contexts", "pushed" */
 void vendor_reset(void);

@@ -1,4 +1,4 @@
-/* The fake NVIDIA driver and the little of its management library that is used, against cuda.h. */
+/* The fake NVIDIA driver, against cuda.h. */
 #define _GNU_SOURCE
 #include "core.h"
 
@@ -7,19 +7,6 @@
 #include <stdio.h>
 #include <string.h>
 
-#if CUDA_VERSION < 11040
-#error "cuda.h is older than CUDA 11.4"
-#endif
-
-_Static_assert((int)CUDA_ERROR_INVALID_VALUE == INVALID_VALUE, "status");
-_Static_assert((int)CUDA_ERROR_OUT_OF_MEMORY == OUT_OF_MEMORY, "status");
-_Static_assert((int)CUDA_ERROR_NOT_INITIALIZED == NOT_INITIALISED, "status");
-_Static_assert((int)CUDA_ERROR_NO_DEVICE == NO_DEVICE, "status");
-_Static_assert((int)CUDA_ERROR_INVALID_DEVICE == INVALID_DEVICE, "status");
-_Static_assert((int)CUDA_ERROR_INVALID_CONTEXT == INVALID_CONTEXT, "status");
-_Static_assert((int)CUDA_ERROR_INVALID_HANDLE == INVALID_HANDLE, "status");
-_Static_assert((int)CUDA_ERROR_NOT_SUPPORTED == NOT_SUPPORTED, "status");
-
 const char *fake_visible_variables[] = {"CUDA_VISIBLE_DEVICES", NULL};
 int fake_default_version = 12080;
 
@@ -27,51 +14,6 @@ static int retained[MAX_DEVICES];
 static __thread int stack[16], depth; /* ordinals of the contexts this thread has pushed */
 static int pushed;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-
-/* --- what the tests compare with our own ctypes --------------------------------------------- */
-
-#define FIELD(type, field) {#type "." #field, offsetof(type, field)}
-#define VALUE(name) {#name, name}
-
-EXPORT long fake_layout(const char *name)
-{
-    static const struct { const char *name; long value; } known[] = {
-        {"CUmemAllocationProp", sizeof(CUmemAllocationProp)},
-        FIELD(CUmemAllocationProp, type),
-        FIELD(CUmemAllocationProp, requestedHandleTypes),
-        FIELD(CUmemAllocationProp, location.type),
-        FIELD(CUmemAllocationProp, location.id),
-        FIELD(CUmemAllocationProp, win32HandleMetaData),
-        FIELD(CUmemAllocationProp, allocFlags.compressionType),
-        FIELD(CUmemAllocationProp, allocFlags.gpuDirectRDMACapable),
-        FIELD(CUmemAllocationProp, allocFlags.usage),
-        {"CUmemAccessDesc", sizeof(CUmemAccessDesc)},
-        FIELD(CUmemAccessDesc, location.type),
-        FIELD(CUmemAccessDesc, location.id),
-        FIELD(CUmemAccessDesc, flags),
-        VALUE(CU_MEM_ALLOCATION_TYPE_PINNED),
-        VALUE(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
-        VALUE(CU_MEM_LOCATION_TYPE_DEVICE),
-        VALUE(CU_MEM_ACCESS_FLAGS_PROT_READ),
-        VALUE(CU_MEM_ACCESS_FLAGS_PROT_READWRITE),
-        VALUE(CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
-        VALUE(CU_STREAM_NON_BLOCKING),
-        VALUE(CU_EVENT_BLOCKING_SYNC),
-        VALUE(CU_EVENT_DISABLE_TIMING),
-        VALUE(CU_COMPUTEMODE_DEFAULT),
-        VALUE(CU_COMPUTEMODE_PROHIBITED),
-        VALUE(CU_COMPUTEMODE_EXCLUSIVE_PROCESS),
-        VALUE(CU_DEVICE_ATTRIBUTE_INTEGRATED),
-        VALUE(CU_DEVICE_ATTRIBUTE_COMPUTE_MODE),
-        VALUE(CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED),
-        VALUE(CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED),
-        VALUE(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED),
-    };
-    for (size_t i = 0; i < sizeof known / sizeof *known; i++)
-        if (!strcmp(known[i].name, name))
-            return known[i].value;
-    return -1;
-}
 
 /* --- errors, devices ------------------------------------------------------------------------ */
 
@@ -493,49 +435,4 @@ EXPORT CUresult cuMemcpyDtoH(void *target, CUdeviceptr source, size_t size)
 {
     ENTER_CURRENT("cuMemcpyDtoH_v2");
     return work_copy_out(target, source, size, action);
-}
-
-/* --- the management library (nvml.h, by hand: six functions, one structure) ------------------- */
-
-enum { NVML_UNINITIALISED = 1, NVML_NOT_FOUND = 6 };
-
-static int nvml_started;
-
-EXPORT int nvmlInit_v2(void)
-{
-    int scripted = fake_enter("nvmlInit_v2", NULL);
-    nvml_started |= !scripted;
-    return scripted;
-}
-
-EXPORT const char *nvmlErrorString(int status)
-{
-    return status == NVML_NOT_FOUND ? "Not Found"
-           : status == NVML_UNINITIALISED ? "Uninitialized" : "Unknown Error";
-}
-
-EXPORT int nvmlDeviceGetHandleByUUID(const char *uuid, void **device)
-{
-    int scripted = fake_enter("nvmlDeviceGetHandleByUUID", NULL);
-    if (scripted || !nvml_started)
-        return scripted ? scripted : NVML_UNINITIALISED;
-    for (int physical = 0; physical < fake.devices; physical++) {
-        char text[64];
-        fake_uuid_text(physical, text);
-        if (!strcmp(text, uuid))
-            return *device = (void *)(uintptr_t)(physical + 1), 0;
-    }
-    return NVML_NOT_FOUND;
-}
-
-EXPORT int nvmlDeviceGetMemoryInfo(void *device, unsigned long long *total_free_used)
-{
-    int scripted = fake_enter("nvmlDeviceGetMemoryInfo", NULL);
-    if (scripted)
-        return scripted;
-    uint64_t used = fake_used_bytes((int)(uintptr_t)device - 1);
-    total_free_used[0] = fake.total;
-    total_free_used[1] = used < fake.total ? fake.total - used : 0;
-    total_free_used[2] = used;
-    return 0;
 }

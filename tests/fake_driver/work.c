@@ -309,3 +309,28 @@ int work_live_on(int ordinal)
     pthread_mutex_unlock(&lock);
     return count;
 }
+
+void work_reset(void)
+{
+    while (streams) {
+        struct stream *next = streams->next;
+        for (struct copy *copy = streams->first; copy;) {
+            struct copy *after = copy->next;
+            free(copy);
+            copy = after;
+        }
+        free(streams);
+        streams = next;
+    }
+    while (events) {
+        struct event *next = events->next;
+        free(events);
+        events = next;
+    }
+    while (pinned) {
+        struct pinned *next = pinned->next;
+        munmap(pinned->memory, pinned->size);
+        free(pinned);
+        pinned = next;
+    }
+}
