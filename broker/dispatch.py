@@ -97,9 +97,16 @@ class Dispatcher:
             case wire.Acquire():
                 if message.source is not None:
                     ticket.source = self._take(ticket, "source")
+                self._broker.tickets.check_may_wait(ticket)
                 return books.acquire(session, ticket.number, message)
             case wire.Claim():
+                self._broker.tickets.check_may_wait(ticket)
                 return books.claim(session, ticket.number, message)
+            case wire.Load():
+                self._check_loaders_allowed()
+                ticket.source = self._take(ticket, "code")
+                self._broker.tickets.check_may_wait(ticket)
+                return books.load(session, ticket.number, message)
             case wire.Resolve():
                 return books.resolve(session, ticket.number, message)
             case wire.Reserve():
@@ -116,6 +123,14 @@ class Dispatcher:
                 return books.cancel(session, ticket.number, message)
             case wire.Evict():
                 return books.evict(ticket.number, message)
+            case wire.Pin():
+                return books.pin(ticket.number, message)
+            case wire.Unpin():
+                return books.unpin(ticket.number, message)
+            case wire.Watch():
+                return books.watch(session, ticket.number, message)
+            case wire.Unwatch():
+                return books.unwatch(session, ticket.number, message)
         raise InternalError(f"the operation {ticket.operation} is not handled")
 
     def _answer(self, ticket: Ticket, body: msgspec.Struct) -> list[Action]:
@@ -146,6 +161,8 @@ class Dispatcher:
             )
         for session, peer in broker.peers.items():
             if peer.token == message.token:
+                if self._session_of.get(ticket.routing, session) != session:
+                    raise BadRequest("hello: this conversation belongs to another session already")
                 peer.label = message.label[: wire.MAX_NAME_BYTES]
                 self.untie(session)
                 self._session_of[ticket.routing] = session
@@ -166,6 +183,13 @@ class Dispatcher:
         self._broker.tickets.reply(ticket.number, wire.Done())
         self._broker.stop("asked to shut down")
         return []
+
+    def _check_loaders_allowed(self) -> None:
+        if not self._broker.config.allow_loaders:
+            raise BadRequest(
+                "this broker runs no loaders that engines ship: start it with --allow-loaders, or "
+                "publish the weights from the engine"
+            )
 
     def _reserve(self, ticket: Ticket, session: int, message: wire.Reserve) -> list[Action]:
         manifest = self._take(ticket, "manifest")
@@ -209,8 +233,14 @@ class Dispatcher:
 
     def broadcast(self, event: wire.Event) -> None:
         """Tell every engine; one that does not read misses it."""
-        payload = wire.encode(event)
-        for routing in self._routing_of.values():
+        for session in self._routing_of:
+            self.notify(session, event)
+
+    def notify(self, session: int, event: wire.Event) -> None:
+        """Tell one engine, if it has a conversation and reads."""
+        routing = self._routing_of.get(session)
+        if routing is not None:
+            payload = wire.encode(event)
             self._broker.conversation.tell(routing, [b"", wire.EVENT.encode(), payload])
 
     # --- what the broker asks itself ------------------------------------------------------

@@ -23,6 +23,19 @@ GRACE_SECONDS = 1.0
 """How long a loader that closed its session may live on before it is killed."""
 
 
+class CheckpointWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Load a checkpoint; the descriptor is its folder."""
+
+    source: wire.Source
+    hash_first: bool
+
+
+class ShippedWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Run code that an engine shipped; the descriptor holds it."""
+
+    description: str
+
+
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a loader is to do. Reaches it in a memfd: it may be larger than a packet."""
 
@@ -31,10 +44,8 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Path of the ROUTER."""
     device: str
     platform: str
-    granularity: int
-    source: wire.Source
-    hash_first: bool
     threads: int
+    work: CheckpointWork | ShippedWork
 
 
 @dataclass
@@ -47,18 +58,18 @@ class Spawned:
     pidfd: int
 
 
-def spawn(job: Job, source: int) -> Spawned:
+def spawn(job: Job, given: int) -> Spawned:
     """Start a loader. Blocks for some milliseconds: not for the loop.
 
     Args:
-        source: the checkpoint's folder, borrowed.
+        given: the descriptor its work is about, borrowed.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     job_fd = os.memfd_create("weight-broker-job", os.MFD_CLOEXEC)
     stderr_ours, stderr_theirs = os.pipe2(os.O_CLOEXEC)
     try:
         os.pwrite(job_fd, wire.encode(job), 0)
-        passed = (theirs.fileno(), job_fd, source)
+        passed = (theirs.fileno(), job_fd, given)
         process = subprocess.Popen(
             [sys.executable, "-m", "broker.loader", *map(str, passed)],
             pass_fds=passed,
@@ -96,7 +107,7 @@ class LoaderProcess:
 
     def __init__(self, loop: Loop, spawned: Spawned, on_end: Callable[[str], None]) -> None:
         self.identity = PeerIdentity(spawned.process.pid, os.getuid(), "loader", None)
-        self.stopped = False
+        self._why = ""
         self._loop = loop
         self._process = spawned.process
         self._pidfd = spawned.pidfd
@@ -107,10 +118,10 @@ class LoaderProcess:
         loop.add(self._stderr, READ, lambda _events: self._listen())
         loop.add(self._pidfd, READ, lambda _events: self._end())
 
-    def stop(self) -> None:
-        """Kill it; `on_end` follows."""
-        self.stopped = True
+    def stop(self, why: str = "") -> None:
+        """Kill it; `on_end` follows, with `why` if it still ran."""
         if not self._ended:
+            self._why = self._why or why
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def end_soon(self) -> None:
@@ -145,7 +156,7 @@ class LoaderProcess:
         self._loop.remove(self._pidfd)
         os.close(self._stderr)
         os.close(self._pidfd)
-        self._on_end(_how_it_ended(code, self._words))
+        self._on_end(self._why or _how_it_ended(code, self._words))
 
 
 def _how_it_ended(code: int, words: bytes) -> str:

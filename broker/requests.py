@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +12,10 @@ import msgspec
 
 from broker import wire
 from broker.conversation import Conversation
-from broker.errors import BrokerError
+from broker.errors import BrokerError, Busy
+
+WAITING = frozenset({"acquire", "claim", "load"})
+"""Operations that may wait for somebody else, for as long as that takes."""
 
 
 @dataclass
@@ -37,6 +41,7 @@ class Tickets:
     def __init__(self, conversation: Conversation) -> None:
         self._conversation = conversation
         self._open: dict[int, Ticket] = {}
+        self._waiting: Counter[int] = Counter()
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -51,11 +56,23 @@ class Tickets:
         envelope: tuple[bytes, ...] = (),
         on_reply: Callable[[msgspec.Struct | BrokerError], None] | None = None,
     ) -> Ticket:
+        """A ticket for a request that is about to be decided."""
+        if session is not None and operation in WAITING:
+            self._waiting[session] += 1
         ticket = Ticket(
             next(self._numbers), routing, envelope, operation, session, on_reply=on_reply
         )
         self._open[ticket.number] = ticket
         return ticket
+
+    def check_may_wait(self, ticket: Ticket) -> None:
+        """Raise `Busy` if too many requests of its session wait already."""
+        if ticket.session is not None and self._waiting[ticket.session] > wire.MAX_WAITING:
+            raise Busy(
+                f"{ticket.operation}: {wire.MAX_WAITING} requests of this session wait for weights "
+                "already; let one of them end first",
+                limit=wire.MAX_WAITING,
+            )
 
     def get(self, number: int) -> Ticket | None:
         return self._open.get(number)
@@ -88,8 +105,14 @@ class Tickets:
 
     def _close(self, number: int) -> Ticket | None:
         ticket = self._open.pop(number, None)
-        if ticket is not None and ticket.source is not None:
+        if ticket is None:
+            return None
+        if ticket.source is not None:
             os.close(ticket.source)
+        if ticket.session is not None and ticket.operation in WAITING:
+            self._waiting[ticket.session] -= 1
+            if not self._waiting[ticket.session]:
+                del self._waiting[ticket.session]
         return ticket
 
 

@@ -28,8 +28,10 @@ from broker.custody.actions import (
     FreeSlab,
     FreezeSlab,
     Log,
+    Notify,
     Reply,
     StartLoader,
+    StartShipped,
     StopLoader,
     Tell,
 )
@@ -37,7 +39,7 @@ from broker.devices import open_devices
 from broker.devices.base import Device
 from broker.dispatch import Dispatcher
 from broker.errors import BrokerError, InternalError, LoadFailed, ShuttingDown
-from broker.loaders import Job, LoaderProcess, Spawned, spawn
+from broker.loading import Loading
 from broker.loop import READ, Helpers, Loop
 from broker.platform import check_ipc_platform_support
 from broker.requests import Tickets
@@ -57,8 +59,6 @@ log = logging.getLogger("weight-broker")
 RECEIVE_BATCH = 64
 """Requests handled in one turn before sessions and timers get their turn."""
 ACCEPT_PAUSE_SECONDS = 0.2
-STOP_SECONDS = 2.0
-"""How long killed loaders are waited for at the end."""
 
 
 class Broker:
@@ -101,9 +101,8 @@ class Broker:
         self.loop = Loop()
         self.helpers = Helpers(self.loop)
         self.peers: dict[int, SessionPeer] = {}
-        self.loaders: dict[int, LoaderProcess] = {}
-        self._unwanted: set[int] = set()
-        self._stopping = False
+        self.loading = Loading(self)
+        self.is_stopping = False
         self._retrying = False
         self._sessions = self._listen(self.paths.session, socket.SOCK_SEQPACKET)
         self.conversation = Conversation(
@@ -150,9 +149,9 @@ class Broker:
 
     def stop(self, why: str) -> None:
         """Begin an orderly stop. Idempotent; from the loop or a signal handler of its thread."""
-        if self._stopping:
+        if self.is_stopping:
             return
-        self._stopping = True
+        self.is_stopping = True
         log.info("stopping cause=%r", why)
         self.dispatcher.broadcast(wire.Event("broker-stopping", {"cause": why}))
         self.tickets.reply_all(ShuttingDown(f"the broker is stopping ({why})"))
@@ -164,19 +163,16 @@ class Broker:
             signal.signal(number, lambda received, _frame: self._on_signal(received))
 
     def _on_signal(self, number: int) -> None:
-        if self._stopping:
+        if self.is_stopping:
             return  # an impatient second one finds the loop closed, or about to be
         name = signal.Signals(number).name
         self.loop.call_soon_threadsafe(lambda: self.stop(f"received {name}"))
 
     def _close(self) -> None:
-        self._stopping = True
+        self.is_stopping = True
         self.helpers.close()
         self.loop.run_pending()
-        for loader in self.loaders.values():
-            loader.stop()
-        for loader in list(self.loaders.values()):
-            loader.join(STOP_SECONDS)
+        self.loading.close()
         self._sessions.close()
         # The last replies first: after a session's end-of-file nobody reads them any more.
         self.conversation.close()
@@ -227,7 +223,7 @@ class Broker:
             log.warning("a session could not be accepted: %s", error)
             self._pause_accepting()
             return
-        self._welcome(self.books.open_session(), connection, identify(connection))
+        self.welcome(self.books.open_session(), connection, identify(connection))
 
     def _pause_accepting(self) -> None:
         """Out of descriptors, perhaps: the listener stays readable, so do not spin on it."""
@@ -238,7 +234,7 @@ class Broker:
             lambda: self.loop.add(listener, READ, lambda _events: self._accept()),
         )
 
-    def _welcome(self, session: int, connection: socket.socket, identity: PeerIdentity) -> None:
+    def welcome(self, session: int, connection: socket.socket, identity: PeerIdentity) -> None:
         peer = SessionPeer(
             self.loop, session, connection, identity, self._attach, self._session_ended
         )
@@ -259,16 +255,13 @@ class Broker:
         peer.send(wire.Attached(request.lease, record.nbytes, self.epoch), descriptors)
 
     def _session_ended(self, peer: SessionPeer, how: str) -> None:
-        loader = self.loaders.get(peer.session)
-        if loader is not None:
-            # Its exit status and last words say more; they come with its pidfd.
-            loader.end_soon()
+        if self.loading.closed_its_session(peer.session):
             return
         is_writing = self.books.sessions[peer.session].claims
         who = "the engine that was writing the weights" if is_writing else "the engine"
-        self._end_session(peer.session, LoadFailed(f"{who} is gone: {how}"))
+        self.end_session(peer.session, LoadFailed(f"{who} is gone: {how}"))
 
-    def _end_session(self, session: int, cause: BrokerError) -> None:
+    def end_session(self, session: int, cause: BrokerError) -> None:
         peer = self.peers.pop(session, None)
         if peer is not None:
             peer.close()
@@ -280,7 +273,7 @@ class Broker:
 
     def perform(self, actions: list[Action]) -> None:
         """Carry out what the books decided, in order. Nothing any more once the end has begun."""
-        if self._stopping:
+        if self.is_stopping:
             return
         for action in actions:
             self._perform(action)
@@ -294,10 +287,12 @@ class Broker:
                 self.tickets.tell(ticket, body)
             case Log(event, detail):
                 log.info("%s %s", event, " ".join(f"{k}={v!r}" for k, v in detail.items()))
-            case StartLoader():
-                self._start_loader(action)
+            case Notify(session, event):
+                self.dispatcher.notify(session, event)
+            case StartLoader() | StartShipped():
+                self.loading.start(action)
             case StopLoader(session):
-                self._stop_loader(session)
+                self.loading.stop(session)
             case CreateSlab(set_id, device, nbytes):
                 manifest = self.dispatcher.take_manifest(set_id)
                 self._on_device(
@@ -322,69 +317,6 @@ class Broker:
                 self.perform(then(set_id))
 
         self.helpers.submit(("set", set_id), call, done)
-
-    # --- loaders --------------------------------------------------------------------------
-
-    def _start_loader(self, action: StartLoader) -> None:
-        ticket = self.tickets.get(action.ticket)
-        source = None if ticket is None or ticket.source is None else os.dup(ticket.source)
-        device = self.devices[self.books.sets[action.set].key.device].properties
-        job = Job(
-            claim=action.claim,
-            socket=str(self.paths.zmq),
-            device=device.uuid,
-            platform=device.platform,
-            granularity=device.granularity,
-            source=action.source,
-            hash_first=action.hash_first,
-            threads=self.config.loader_threads,
-        )
-
-        def start() -> Spawned:
-            if source is None:
-                raise InternalError("the checkpoint's folder is not at hand for its loader")
-            try:
-                return spawn(job, source)
-            finally:
-                os.close(source)
-
-        self.helpers.submit(
-            ("loader", action.session), start, lambda result: self._loader_started(action, result)
-        )
-
-    def _loader_started(self, action: StartLoader, result: Spawned | BaseException) -> None:
-        if isinstance(result, BaseException):
-            error = LoadFailed(f"the loader could not be started: {result}", reason="loader-died")
-            self._end_session(action.session, error)
-            return
-        loader = LoaderProcess(
-            self.loop, result, lambda how: self._loader_ended(action.session, how)
-        )
-        self.loaders[action.session] = loader
-        log.info(
-            "loader-started session=%d set=%d pid=%d",
-            action.session,
-            action.set,
-            loader.identity.pid,
-        )
-        self._welcome(action.session, result.connection, loader.identity)
-        if action.session in self._unwanted or self._stopping:
-            loader.stop()
-
-    def _loader_ended(self, session: int, how: str) -> None:
-        self.loaders.pop(session, None)
-        self._unwanted.discard(session)
-        log.info("loader-ended session=%d how=%r", session, how)
-        said = f"the loader process {how}"
-        if self.books.sessions[session].claims:
-            said = f"the loader process died before the weights were complete: it {how}"
-        self._end_session(session, LoadFailed(said, reason="loader-died"))
-
-    def _stop_loader(self, session: int) -> None:
-        self._unwanted.add(session)
-        loader = self.loaders.get(session)
-        if loader is not None:
-            loader.stop()
 
 
 def _directory(config: BrokerConfig) -> Path:

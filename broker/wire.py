@@ -40,6 +40,14 @@ MAX_FILES = 4096
 MAX_LAYOUT = 32
 """Entries of a parallel layout (tp, pp, dp, ep, … with rank and size each)."""
 
+MAX_WAITING = 256
+"""Requests of one session that may wait for weights: each is a blocked thread of its engine."""
+
+MAX_LOAD_SECONDS = 86_400.0
+"""Longest deadline a shipped loader may be given."""
+MAX_WATCHED = 64
+"""Names one session may watch."""
+
 OK = "ok"
 PROGRESS = "progress"
 EVENT = "event"
@@ -130,6 +138,8 @@ class Demand(Message, frozen=True):
     format: str | None = None
     quantization: str | None = None
     generation: str | None = None
+    set: int | None = None
+    """This very set of this epoch: for an engine that comes back to what it had mapped."""
 
 
 # --- requests ---------------------------------------------------------------------------------
@@ -163,12 +173,30 @@ class Acquire(Message, frozen=True):
 
 
 class Claim(Message, frozen=True):
-    """`willing`: if another holds the claim and dies, this request may inherit it."""
+    """A lease if the set is there, else the right to write it, else wait for who writes it."""
 
     lease: str
     key: WeightKey
     willing: bool = True
+    """If another holds the claim and dies, this request may inherit it."""
     generation: str | None = None
+    fresh: bool = False
+    """Never a lease and no waiting: a generation of its own, or `busy`."""
+
+
+class Load(Message, frozen=True):
+    """As `claim`, but if the set is absent a loader process runs the code that the engine ships.
+
+    The code's descriptor has gone before, on the session socket, under this request's id. The
+    broker hands it on and never looks into it.
+    """
+
+    lease: str
+    key: WeightKey
+    description: str
+    """For messages and the log: what the code calls itself."""
+    seconds: float
+    """The loader is ended when it has not sealed by then."""
 
 
 class Resolve(Message, frozen=True):
@@ -225,6 +253,26 @@ class Evict(Message, frozen=True):
     """A set's id as `status` prints it ("7"), its name, or its checkpoint identity."""
 
 
+class Pin(Message, frozen=True):
+    """Keep these sets although nobody leases them and memory is needed."""
+
+    set: str
+
+
+class Unpin(Message, frozen=True):
+    set: str
+
+
+class Watch(Message, frozen=True):
+    """Send this session's conversation events about the lines of this name; "" about all."""
+
+    name: str
+
+
+class Unwatch(Message, frozen=True):
+    name: str
+
+
 REQUESTS: dict[str, type[Message]] = {
     "ping": Ping,
     "status": Status,
@@ -240,6 +288,11 @@ REQUESTS: dict[str, type[Message]] = {
     "release": Release,
     "cancel": Cancel,
     "evict": Evict,
+    "load": Load,
+    "pin": Pin,
+    "unpin": Unpin,
+    "watch": Watch,
+    "unwatch": Unwatch,
 }
 
 SESSIONLESS = frozenset({"ping", "status"})
@@ -263,7 +316,7 @@ class Welcomed(Message, frozen=True):
     devices: list[str]
 
 
-class Granted(Message, frozen=True):
+class Granted(Message, frozen=True, tag_field="right", tag="lease"):
     """A lease. The descriptors come with `attach` on the session socket."""
 
     lease: str
@@ -277,7 +330,7 @@ class Granted(Message, frozen=True):
     another's) or "hashed" (the bytes were read, found to be resident, and not loaded again)."""
 
 
-class Claimed(Message, frozen=True):
+class Claimed(Message, frozen=True, tag_field="right", tag="claim"):
     """The right to write: `reserve`, fill, `seal` or `abandon`, all under this claim's id."""
 
     claim: str
@@ -303,6 +356,10 @@ class Sealed(Message, frozen=True):
 
 class Done(Message, frozen=True):
     pass
+
+
+class Pinned(Message, frozen=True):
+    sets: list[int]
 
 
 class Evicted(Message, frozen=True):
@@ -373,7 +430,8 @@ class Attached(SessionMessage, tag="attached", frozen=True):
 class Deliver(SessionMessage, tag="deliver", frozen=True):
     """Engine to broker, with one descriptor that the request of this id is about.
 
-    `what` is "source" (an `acquire`: the checkpoint's folder) or "manifest" (a `reserve`).
+    `what` is "source" (an `acquire`: the checkpoint's folder), "manifest" (a `reserve`) or "code"
+    (a `load`).
     """
 
     request: bytes
@@ -430,8 +488,14 @@ def _check_names(operation: str, message: Message) -> None:
         _check_described(operation, message.demand)
         if message.source is not None and not message.source.files:
             raise BadRequest(f"{operation}: the source names no file")
-    if isinstance(message, Claim):
+    if isinstance(message, Claim | Load):
         _check_described(operation, message.key)
+    if isinstance(message, Load):
+        _check_name(operation, "description", message.description)
+        if not 0 < message.seconds <= MAX_LOAD_SECONDS:
+            raise BadRequest(f"{operation}: seconds must be above 0, at most {MAX_LOAD_SECONDS}")
+    if isinstance(message, Watch | Unwatch) and message.name:
+        _check_name(operation, "name", message.name)
     described = getattr(message, "source", None) or message
     if len(getattr(described, "files", ())) > MAX_FILES:
         raise BadRequest(f"{operation}: a checkpoint may have {MAX_FILES} files at most")

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from broker.errors import BrokerError
-from broker.wire import Source
+from broker.wire import Event, Source
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,27 @@ class StartLoader:
     ticket: int
     source: Source
     hash_first: bool
+
+
+@dataclass(frozen=True)
+class StartShipped:
+    """As `StartLoader`, for code that an engine shipped; ended after `seconds`."""
+
+    set: int
+    session: int
+    claim: str
+    ticket: int
+    device: str
+    description: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Notify:
+    """An event for a session's conversation; dropped if it has none or does not read."""
+
+    session: int
+    event: Event
 
 
 @dataclass(frozen=True)
@@ -81,5 +102,14 @@ class Log:
 
 
 Action: TypeAlias = (
-    Reply | Tell | StartLoader | StopLoader | CreateSlab | FreezeSlab | FreeSlab | Log
+    Reply
+    | Tell
+    | Notify
+    | StartLoader
+    | StartShipped
+    | StopLoader
+    | CreateSlab
+    | FreezeSlab
+    | FreeSlab
+    | Log
 )

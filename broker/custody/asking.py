@@ -11,6 +11,7 @@ from broker import wire
 from broker.custody.actions import (
     Action,
     StartLoader,
+    StartShipped,
     Tell,
 )
 from broker.custody.ledger import Ledger
@@ -26,6 +27,7 @@ from broker.custody.states import IN_PROGRESS, RESIDENT, Trigger
 from broker.errors import (
     BadRequest,
     BrokerError,
+    Busy,
     Mismatch,
     NotFound,
 )
@@ -87,8 +89,7 @@ class Asking(Ledger):
         self._start_load(waiter, source, hash_first=bool(similar))
 
     def _start_load(self, waiter: Waiter, source: wire.Source, *, hash_first: bool) -> None:
-        loader = self.open_session()
-        self.sessions[loader].is_loader = True
+        loader = self._open_loader()
         record = self._new_set(WeightKey(device=waiter.demand.device), loader, LOADER_CLAIM)
         record.loaded_by_broker = True
         record.source = source
@@ -105,6 +106,9 @@ class Asking(Ledger):
 
     def _acquire_resident(self, waiter: Waiter) -> None:
         demand = waiter.demand
+        if demand.set is not None:
+            self._grant(self._very_set(demand.set), waiter, "resident")
+            return
         if not demand.name and not demand.checkpoint:
             raise BadRequest("acquire needs a checkpoint's source, its identity or a set's name")
         fitting = [record for record in self._newest_first() if self._is_meant(record, demand)]
@@ -120,6 +124,13 @@ class Asking(Ledger):
         if followed is None:
             raise self._not_found(demand)
         self._follow(followed, waiter)
+
+    def _very_set(self, set_id: int) -> WeightSet:
+        record = self.sets.get(set_id)
+        if record is not None and record.state in RESIDENT:
+            return record
+        became = self._ended.get(set_id, "this broker has not held it for long, or never")
+        raise NotFound(f"set {set_id} is not resident any more: {became}", set=set_id)
 
     def _newest_first(self) -> list[WeightSet]:
         """Resident sets before those in progress, then the newest first."""
@@ -186,15 +197,84 @@ class Asking(Ledger):
             generation=request.generation,
         )
         self._check_demand(demand)
+        if request.fresh:
+            self._check_fresh(key, demand)
+            self._give_claim(session, ticket, request)
+            return self._take()
         waiter = Waiter(ticket, session, request.lease, demand, key=key, willing=request.willing)
         for record in self._newest_first():
             if self._is_claimed(record, key, demand):
                 self._grant_or_wait(record, waiter)
                 return self._take()
         self._check_label(key, demand)
-        self._new_set(key, session, request.lease).label = request.generation
-        self._reply(ticket, wire.Claimed(request.lease))
+        self._give_claim(session, ticket, request)
         return self._take()
+
+    def _give_claim(self, session: int, ticket: int, request: wire.Claim) -> None:
+        self._new_set(request.key, session, request.lease).label = request.generation
+        self._reply(ticket, wire.Claimed(request.lease))
+
+    def _check_fresh(self, key: WeightKey, demand: wire.Demand) -> None:
+        """Raise `Busy` if another writes this line now, or has sealed the generation."""
+        line = line_of(key, key.name)
+        for record in self.sets.values():
+            if record.state in IN_PROGRESS and line_of(record.asked, record.asked.name) == line:
+                raise Busy(
+                    f"session {record.writer} is writing a generation of {key.name!r} now; wait "
+                    "for it, or publish under another name",
+                    set=record.id,
+                )
+        if demand.generation is not None and self._labelled(line, demand.generation) is not None:
+            raise Busy(
+                f"generation {demand.generation!r} of {key.name!r} has been published already; "
+                "acquire it, or give another label"
+            )
+
+    def load(self, session: int, ticket: int, request: wire.Load) -> list[Action]:
+        """A lease if the set is sealed, wait for one in progress, else run the engine's code.
+
+        Raises:
+            BadRequest: as for `claim`.
+        """
+        key = request.key
+        if not key.name and not key.checkpoint:
+            raise BadRequest("load needs a name or a checkpoint's identity in its key")
+        self._check_lease(session, request.lease)
+        demand = wire.Demand(
+            device=key.device, name=key.name or None, checkpoint=key.checkpoint or None
+        )
+        self._check_demand(demand)
+        waiter = Waiter(ticket, session, request.lease, demand)
+        for record in self._newest_first():
+            if self._is_claimed(record, key, demand):
+                self._grant_or_wait(record, waiter)
+                return self._take()
+        self._start_shipped(waiter, request)
+        return self._take()
+
+    def _start_shipped(self, waiter: Waiter, request: wire.Load) -> None:
+        loader = self._open_loader()
+        record = self._new_set(request.key, loader, LOADER_CLAIM)
+        record.initiator = waiter.ticket
+        self._wait(record, waiter)
+        self.counters["loads_started"] += 1
+        self._log("load-started", set=record.id, session=loader, code=request.description)
+        self._actions.append(
+            StartShipped(
+                record.id,
+                loader,
+                LOADER_CLAIM,
+                waiter.ticket,
+                request.key.device,
+                request.description,
+                request.seconds,
+            )
+        )
+
+    def _open_loader(self) -> int:
+        loader = self.open_session()
+        self.sessions[loader].is_loader = True
+        return loader
 
     def _is_claimed(self, record: WeightSet, key: WeightKey, demand: wire.Demand) -> bool:
         """Would writing `key` make a second copy of this set?"""

@@ -19,6 +19,7 @@ from broker.custody.writing import Writing
 from broker.errors import (
     BadRequest,
     BrokerError,
+    Busy,
     Cancelled,
     NotFound,
 )
@@ -91,13 +92,13 @@ class Books(Writing):
         Raises:
             NotFound: no set has this id, name or identity.
         """
-        meant = self._named(request.set)
-        if not meant:
-            raise NotFound(f"no weight set {request.set!r}; `status` lists ids and names")
+        meant = self._meant(request.set)
         draining = [record.id for record in meant if record.leases]
         for record in meant:
             self._log("set-evicted", set=record.id, cause="evict", leases=len(record.leases))
             self.counters["evictions"] += 1
+            self._remember_end(record, "it was evicted")
+            self._announce("evicted", record.names, set=record.id, cause="evict")
             if record.state in IN_PROGRESS:
                 error = Cancelled(f"weight set {record.id} was evicted while it was being written")
                 self._fail(record, Failure(error, inheritable=False))
@@ -105,6 +106,53 @@ class Books(Writing):
                 self._retire(record)
         self._reply(ticket, wire.Evicted([record.id for record in meant], draining))
         return self._take()
+
+    def pin(self, ticket: int, request: wire.Pin) -> list[Action]:
+        """Keep sets although nobody leases them, whatever memory is needed or generation comes.
+
+        Raises:
+            NotFound: as `evict`.
+        """
+        meant = self._meant(request.set)
+        for record in meant:
+            record.pinned = True
+        self._reply(ticket, wire.Pinned([record.id for record in meant]))
+        return self._take()
+
+    def unpin(self, ticket: int, request: wire.Unpin) -> list[Action]:
+        """The opposite of `pin`; a superseded set that nobody leases ends now.
+
+        Raises:
+            NotFound: as `evict`.
+        """
+        meant = self._meant(request.set)
+        for record in meant:
+            record.pinned = False
+            if record.superseded and record.state is State.SEALED:
+                self._retire(record)
+        self._reply(ticket, wire.Pinned([record.id for record in meant]))
+        return self._take()
+
+    def watch(self, session: int, ticket: int, request: wire.Watch) -> list[Action]:
+        """Send the session events about a name from now on. Raises `Busy` past the limit."""
+        watches = self.sessions[session].watches
+        if request.name not in watches and len(watches) >= wire.MAX_WATCHED:
+            raise Busy(f"a session may watch {wire.MAX_WATCHED} names, this one does already")
+        watches.add(request.name)
+        self._reply(ticket, wire.Done())
+        return self._take()
+
+    def unwatch(self, session: int, ticket: int, request: wire.Unwatch) -> list[Action]:
+        """No more events about a name. Idempotent."""
+        self.sessions[session].watches.discard(request.name)
+        self._reply(ticket, wire.Done())
+        return self._take()
+
+    def _meant(self, text: str) -> list[WeightSet]:
+        meant = self._named(text)
+        if not meant:
+            raise NotFound(f"no weight set {text!r}; `status` lists ids and names")
+        return meant
 
     def _named(self, text: str) -> list[WeightSet]:
         """The set of this id; only if there is none, those of this name or identity."""

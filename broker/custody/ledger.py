@@ -13,6 +13,7 @@ from broker.custody.actions import (
     Action,
     FreeSlab,
     Log,
+    Notify,
     Reply,
 )
 from broker.custody.records import (
@@ -33,6 +34,8 @@ from broker.errors import (
 )
 from broker.weights import WeightKey
 
+MAX_ENDED = 1024
+"""Sets whose end is remembered."""
 MAX_NUMBER_DIGITS = 18
 """Longer labels are taken for words: no line will ever count that far."""
 
@@ -57,6 +60,7 @@ class Ledger:
         self._set_ids = itertools.count(1)
         self._session_ids = itertools.count(1)
         self._clock = itertools.count(1)
+        self._ended: dict[int, str] = {}
         self._actions: list[Action] = []
 
     def files(self) -> Mapping[tuple[str, FileIdentity], int]:
@@ -88,6 +92,22 @@ class Ledger:
 
     def _log(self, event: str, **detail: object) -> None:
         self._actions.append(Log(event, detail))
+
+    def _announce(self, event: str, names: Iterable[str], **detail: object) -> None:
+        """Tell every session that watches one of the names (or all of them)."""
+        known = set(names)
+        for session in self.sessions.values():
+            if session.watches & known or "" in session.watches:
+                for name in sorted(known):
+                    if name in session.watches or "" in session.watches:
+                        told = wire.Event(event, {"name": name, **detail})
+                        self._actions.append(Notify(session.id, told))
+
+    def _remember_end(self, record: WeightSet, how: str) -> None:
+        """What became of a set, for an engine that comes back to it."""
+        self._ended[record.id] = how
+        if len(self._ended) > MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
 
     def _move(self, record: WeightSet, trigger: Trigger) -> None:
         following = TABLE[record.state].get(trigger)
@@ -219,6 +239,7 @@ class Ledger:
             record.generations[line] = self._free_label(line, label)
         generations.append(record.id)
         record.superseded = False
+        self._announce("new-generation", [name], generation=record.generations[line], set=record.id)
         for older in [self.sets[set_id] for set_id in generations[:-1]]:
             self._supersede(older, record, name)
 
@@ -240,6 +261,7 @@ class Ledger:
         if any(self._lines[line][-1] == older.id for line in older.generations):
             return  # the newest of another name
         older.superseded = True
+        self._remember_end(older, f"it was superseded by a newer generation of {name!r}")
         if older.state is State.SEALED and not older.pinned:
             self._log("set-superseded", set=older.id, by=newer.id, name=name)
             self._retire(older)

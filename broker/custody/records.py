@@ -97,6 +97,8 @@ class SessionRecord:
 
     id: int
     is_loader: bool = False
+    watches: set[str] = field(default_factory=set)
+    """Names whose events it wants; "" for all."""
     leases: dict[str, int] = field(default_factory=dict)
     claims: dict[str, int] = field(default_factory=dict)
     waiting: dict[str, int] = field(default_factory=dict)

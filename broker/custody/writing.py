@@ -131,6 +131,8 @@ class Writing(Asking):
                 return
             self.counters["evictions"] += 1
             self._log("set-evicted", set=record.id, cause="memory is needed", nbytes=record.nbytes)
+            self._remember_end(record, "its memory was needed and nobody leased it")
+            self._announce("evicted", record.names, set=record.id, cause="memory is needed")
             self._end(record, Trigger.EVICT)
 
     def _over_budget(self, device: str, nbytes: int, idle: list[WeightSet]) -> OverBudget:
@@ -210,7 +212,7 @@ class Writing(Asking):
         if record.key.name:
             self._join_line(record, record.key.name, record.label)
         self.counters["sets_sealed"] += 1
-        if record.loaded_by_broker:
+        if record.initiator is not None:
             self.counters["loads_finished"] += 1
         self._log(
             "set-sealed", set=record.id, checkpoint=record.key.checkpoint, nbytes=record.nbytes
@@ -282,11 +284,12 @@ class Writing(Asking):
     def _fail(self, record: WeightSet, failure: Failure) -> None:
         """A set in progress ends: the next willing waiter writes it anew, else all are told why."""
         self._answer_writer(record, failure.error)
-        if record.loaded_by_broker:
+        if record.initiator is not None:
             self.counters["loads_failed"] += 1
         self._log("set-failed", set=record.id, cause=failure.error.sentence)
-        if record.loaded_by_broker and record.writer in self.sessions:
-            self._actions.append(StopLoader(record.writer))
+        writer = self.sessions.get(record.writer or 0)
+        if writer is not None and writer.is_loader:
+            self._actions.append(StopLoader(writer.id))
         self._drop_claim(record)
         waiters = self._detach_waiters(record)
         heir = next((w for w in waiters if w.willing), None) if failure.inheritable else None

@@ -1,0 +1,50 @@
+"""Load a checkpoint: plan, (hash,) reserve, fill, seal. No torch."""
+
+from __future__ import annotations
+
+from broker.checkpoints.plan import plan_checkpoint
+from broker.checkpoints.reading import LoadResult, hash_pieces, load_pieces
+from broker.devices.base import Device
+from broker.errors import LoadFailed
+from broker.loaders import CheckpointWork
+from broker.quantization import check_ipc_quant_support
+from engine_client.claim import HeldClaim
+
+RING_BUFFERS_PER_THREAD = 2
+
+
+def load_checkpoint(
+    claim: HeldClaim, device: Device, work: CheckpointWork, folder: int, threads: int
+) -> None:
+    """Do the whole load.
+
+    Raises:
+        BrokerError: what everybody who waits is to be told.
+    """
+    source = work.source
+    plan = plan_checkpoint(folder, source.only, source.path)
+    quantization = check_ipc_quant_support(plan.quantization, where="broker")
+    if work.hash_first:
+        hashed = hash_pieces(plan, folder, threads, claim.reporter("hashing"))
+        _check_unchanged(work, hashed)
+        if claim.resolve(hashed.checkpoint, hashed.stamps):
+            return
+    buffers = RING_BUFFERS_PER_THREAD * threads
+    with (
+        claim.reserve(plan.manifest, plan.dtype, quantization) as (slab, nbytes),
+        device.open_writer(slab, nbytes, buffers=buffers) as writer,
+    ):
+        result = load_pieces(plan, folder, writer, threads, claim.reporter("copying"))
+    _check_unchanged(work, result)
+    claim.seal(result.checkpoint, result.stamps)
+
+
+def _check_unchanged(work: CheckpointWork, result: LoadResult) -> None:
+    """The bytes that were read are of the files the engine described, not of newer ones."""
+    if list(result.stamps) != list(work.source.files):
+        path = work.source.path
+        raise LoadFailed(
+            f"{path} was changed between the request and its load; ask again",
+            reason="changed",
+            file=path,
+        )
