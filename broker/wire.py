@@ -221,6 +221,8 @@ class Seal(Message, frozen=True):
     claim: str
     checkpoint: str
     files: list[FileStamp] = []
+    keep: bool = False
+    """The claim becomes a lease of the same id at once, so that nothing can evict the set first."""
 
 
 class Abandon(Message, frozen=True):
@@ -352,6 +354,8 @@ class Sealed(Message, frozen=True):
     generation: str | None
     resident: bool
     """True: another set held the same bytes already; this slab was discarded for that one."""
+    granted: Granted | None = None
+    """The lease, if `keep` was asked for."""
 
 
 class Done(Message, frozen=True):
@@ -446,6 +450,7 @@ _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     operation: msgspec.msgpack.Decoder(struct) for operation, struct in REQUESTS.items()
 }
 _to_broker = msgspec.msgpack.Decoder(ToBroker)
+_right = msgspec.msgpack.Decoder(Granted | Claimed)
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
 
 
@@ -540,6 +545,18 @@ def _decode_packet(decoder: msgspec.msgpack.Decoder[Any], packet: bytes) -> Any:
         return decoder.decode(packet)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"a session packet cannot be decoded: {error}") from error
+
+
+def decode_right(payload: bytes) -> Granted | Claimed:
+    """Client side: the answer to a `claim`.
+
+    Raises:
+        BadRequest: it is neither.
+    """
+    try:
+        return _right.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadRequest(f"the reply is neither a lease nor a claim: {error}") from error
 
 
 def decode_reply(kind: type[msgspec.Struct], payload: bytes) -> Any:

@@ -53,15 +53,16 @@ class HeldClaim:
         finally:
             os.close(slab)
 
-    def seal(self, checkpoint: str = "", files: Sequence[wire.FileStamp] = ()) -> wire.Sealed:
-        """Publish what was written. The claim is over.
+    def seal(
+        self, checkpoint: str = "", files: Sequence[wire.FileStamp] = (), *, keep: bool = False
+    ) -> wire.Sealed:
+        """Publish what was written. The claim is over, or with `keep` a lease from now on.
 
         Raises:
             BadRequest: the slab is still mapped writable somewhere; the set is discarded.
         """
-        return self._session.call(
-            "seal", wire.Seal(self.claim, checkpoint, list(files)), wire.Sealed
-        )
+        request = wire.Seal(self.claim, checkpoint, list(files), keep)
+        return self._session.call("seal", request, wire.Sealed)
 
     def resolve(self, checkpoint: str, files: Sequence[wire.FileStamp]) -> bool:
         """Whether this content is resident already; if it is, the claim is over."""

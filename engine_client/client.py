@@ -27,17 +27,19 @@ from broker.rundir import DEFAULT_NAME
 from broker.weights import WeightKey
 from engine_client.checkpoint import Checkpoint
 from engine_client.deadline import Deadline
-from engine_client.lease import attach
+from engine_client.lease import Lease, attach
 from engine_client.observer import Operator
 from engine_client.progress import progress_printer
+from engine_client.publisher import Publisher
 from engine_client.session import Session, connect
+from engine_client.stage import Stage
 from engine_client.weight_set import WeightSet
 
 CANCEL_SECONDS = 2.0
 """How long a call whose time ran out waits for the broker to confirm that nothing is left."""
 
 
-class EngineClient(Operator):
+class EngineClient(Operator, Publisher):
     """One engine's connection to the broker of its node.
 
     Usable from several threads. A forked child must make its own. Closing (or leaving the `with`
@@ -168,7 +170,7 @@ class EngineClient(Operator):
         progress: Callable[[wire.Progress], None],
     ) -> WeightSet:
         lease = str(next(self._leases))
-        waiting = _Stage(progress)
+        waiting = Stage("the weights", progress)
         try:
             granted = self._session.call(
                 "acquire",
@@ -179,16 +181,13 @@ class EngineClient(Operator):
                 on_progress=waiting.on_progress,
                 deliver=None if folder is None else ("source", folder),
             )
-        except BaseException as error:
-            # A refusal is the broker's answer: it has nothing to withdraw then.
-            if not isinstance(error, BrokerError) or isinstance(error, TimeoutError):
-                self._withdraw(lease)
-            raise
-        try:
-            weights = WeightSet(attach(self._session, self._device, granted, deadline))
+            return self._hold(attach(self._session, self._device, granted, deadline))
         except BaseException:
             self._withdraw(lease)
             raise
+
+    def _hold(self, lease: Lease) -> WeightSet:
+        weights = WeightSet(lease)
         with self._lock:
             self._weights.add(weights)
         return weights
@@ -239,24 +238,6 @@ class EngineClient(Operator):
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-class _Stage:
-    """What an acquire is waiting for right now, for the time-out's sentence."""
-
-    def __init__(self, show: Callable[[wire.Progress], None]) -> None:
-        self._show = show
-        self._last: wire.Progress | None = None
-
-    def on_progress(self, progress: wire.Progress) -> None:
-        self._last = progress
-        self._show(progress)
-
-    def __str__(self) -> str:
-        if self._last is None:
-            return "waiting for the weights"
-        done, total = self._last.done, self._last.total
-        return f"waiting for the load ({self._last.stage}, {done} of {total} bytes)"
 
 
 def _choose_device(wanted: str) -> Device:

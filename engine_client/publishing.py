@@ -26,6 +26,7 @@ from broker.weights import (
     storage_extent,
 )
 from engine_client.dlpack import DEVICE_TYPES, DTYPES, SlabStorages
+from engine_client.weight_set import WeightSet
 
 _NAMES_SHOWN = 5
 
@@ -110,6 +111,12 @@ def write_publication(
         copy_parts(publication, storages.make(numbers, torch._C._from_dlpack)[0])  # noqa: SLF001
     finally:
         storages.close()
+
+
+def rebind(source: Module | Mapping[str, Tensor], weights: WeightSet) -> None:
+    """Make the parameters of the module that was published views of what was published."""
+    if isinstance(source, Module):
+        weights.bind(source)
 
 
 def copy_parts(publication: Publication, slab: Tensor) -> None:

@@ -148,20 +148,41 @@ class Session:
             deadline: None waits as long as the broker lives.
             stage: its `str` at the time-out is the sentence's end: what was being waited for.
             on_progress: called in this thread.
-            deliver: ("source" or "manifest", descriptor): sent ahead on the session socket.
+            deliver: ("source", "manifest" or "code", descriptor): sent ahead on the session socket.
 
         Raises:
             RequestTimeout: the broker still works on it: `cancel` if it was an acquire.
             BrokerLost: the broker ended during the call.
             BrokerError: what the broker answered.
         """
+        payload = self.ask(
+            operation,
+            message,
+            deadline=deadline,
+            stage=stage,
+            on_progress=on_progress,
+            deliver=deliver,
+        )
+        return decoded(answer, payload)
+
+    def ask(
+        self,
+        operation: str,
+        message: wire.Message | None,
+        *,
+        deadline: Deadline | None = None,
+        stage: object = "",
+        on_progress: Callable[[wire.Progress], None] | None = None,
+        deliver: tuple[str, int] | None = None,
+    ) -> bytes:
+        """As `call`, for an answer of several kinds: the payload of the `ok`."""
         deadline = deadline or Deadline(None)
         request, pending = self._send_request(operation, message, deliver)
         try:
             while True:
                 status, payload = self._next(pending, deadline, stage or f"waiting for {operation}")
                 if status == wire.OK:
-                    return decoded(answer, payload)
+                    return bytes(payload)
                 if status != wire.PROGRESS:
                     raise from_payload(status, payload)
                 if on_progress is not None:

@@ -331,14 +331,17 @@ class Asking(Ledger):
             raise refusal
         if generation_of(record, demand.name) is None:
             self._check_label(record.key, demand)
+        self._take_lease(record, waiter)
+        self._name(record, waiter)
+        self._reply(waiter.ticket, self._granted(record, waiter, how))
+        self._log("lease-granted", session=waiter.session, set=record.id, how=how)
+
+    def _take_lease(self, record: WeightSet, waiter: Waiter) -> None:
         self._move(record, Trigger.ASK)
         record.leases.add((waiter.session, waiter.lease))
         record.used = next(self._clock)
         self.sessions[waiter.session].leases[waiter.lease] = record.id
         self.counters["leases_granted"] += 1
-        self._name(record, waiter)
-        self._reply(waiter.ticket, self._granted(record, waiter, how))
-        self._log("lease-granted", session=waiter.session, set=record.id, how=how)
 
     def _name(self, record: WeightSet, waiter: Waiter) -> None:
         """A request that says which content it means makes it the newest of its name; one that

@@ -66,6 +66,8 @@ class WeightSet:
     source: Source | None = None
     nbytes: int = 0
     tensors: int = 0
+    keep: bool = False
+    """The writer's claim becomes its lease at the seal."""
     pending: int | None = None
     """The writer's request that the device is working for."""
     pinned: bool = False

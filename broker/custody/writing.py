@@ -173,10 +173,10 @@ class Writing(Asking):
             raise BadRequest(f"set {record.id} is {record.state.value}: there is nothing to seal")
         self._check_checkpoint(record, request.checkpoint)
         self._remember_read(record, request.files)
+        record.keep = request.keep
         twin = self._resident_twin(record, request.checkpoint)
         if twin is not None:
-            self._merge(record, twin)
-            self._reply(ticket, self._sealed(twin, record.key.name, resident=True))
+            self._end_writing(record, twin, session, ticket)
             return self._take()
         self._move(record, Trigger.SEAL)
         record.pending = ticket
@@ -202,9 +202,7 @@ class Writing(Asking):
         if twin is not None:
             # Two writers of the same bytes were sealing at once; the first one stays.
             writer, pending, record.pending = record.writer, record.pending, None
-            self._merge(record, twin)
-            if pending is not None and writer in self.sessions:
-                self._reply(pending, self._sealed(twin, record.key.name, resident=True))
+            self._end_writing(record, twin, writer, pending)
             return self._take()
         self._move(record, Trigger.FROZEN)
         record.used = next(self._clock)
@@ -217,8 +215,9 @@ class Writing(Asking):
         self._log(
             "set-sealed", set=record.id, checkpoint=record.key.checkpoint, nbytes=record.nbytes
         )
-        self._answer_writer(record, self._sealed(record, record.key.name, resident=False))
+        writer, pending, record.pending = record.writer, record.pending, None
         self._drop_claim(record)
+        self._answer_seal(record, record, writer, pending)
         how = {record.initiator: "loaded", None: "shared"}
         self._serve(record, self._detach_waiters(record), how)
         return self._take()
@@ -331,9 +330,29 @@ class Writing(Asking):
             self._or_refuse(waiter, partial(self._wait, successor, waiter))
         return [waiter for waiter, left in zip(waiters, is_left, strict=True) if left]
 
-    def _sealed(self, record: WeightSet, name: str, *, resident: bool) -> wire.Sealed:
-        label = generation_of(record, name)
-        return wire.Sealed(record.id, record.key.checkpoint, label, resident)
+    def _end_writing(
+        self, record: WeightSet, twin: WeightSet, writer: int | None, pending: int | None
+    ) -> None:
+        """What was written is resident as `twin`: that one stays, for the writer too."""
+        self._merge(record, twin)
+        self._answer_seal(record, twin, writer, pending)
+
+    def _answer_seal(
+        self, written: WeightSet, sealed: WeightSet, writer: int | None, pending: int | None
+    ) -> None:
+        if writer not in self.sessions or writer is None or pending is None:
+            return
+        name = written.key.name
+        granted = None
+        if written.keep:
+            demand = wire.Demand(device=sealed.key.device, name=name or None)
+            waiter = Waiter(pending, writer, written.claim, demand)
+            self._take_lease(sealed, waiter)
+            granted = self._granted(sealed, waiter, "published")
+        label = generation_of(sealed, name)
+        is_twin = sealed is not written
+        body = wire.Sealed(sealed.id, sealed.key.checkpoint, label, is_twin, granted)
+        self._reply(pending, body)
 
 
 def _is_twin(record: WeightSet, key: WeightKey, other: WeightSet) -> bool:

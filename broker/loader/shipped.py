@@ -16,17 +16,11 @@ import msgspec
 
 from broker.devices.base import Device
 from broker.errors import BrokerError, LoadFailed
+from broker.loader.code import ShippedCode
 from broker.loaders import ShippedWork
 from engine_client.claim import HeldClaim
 
 MAX_TRACEBACK_CHARACTERS = 6000
-
-
-class ShippedCode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How code travels: itself, and the engine's import path, so that what it names is found."""
-
-    path: list[str]
-    pickled: bytes
 
 
 def run_shipped(claim: HeldClaim, device: Device, work: ShippedWork, descriptor: int) -> None:
