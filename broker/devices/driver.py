@@ -25,14 +25,17 @@ from broker.devices.base import DeviceError, DeviceOutOfMemory
 from broker.devices.driver_abi import AccessDescriptor, AllocationProperties
 from broker.devices.libraries import Vendor
 
+_ABSENT = ": cannot open shared object file: No such file or directory"  # ld.so's words
+
 
 class DriverMissing(DeviceError):
     """No vendor's driver library can be loaded. `tried`: the loader's words on each."""
 
     def __init__(self, tried: list[str]) -> None:
-        super().__init__(
-            "no GPU driver library can be loaded: " + ("; ".join(tried) or "none was looked for")
-        )
+        absent = [words.partition(":")[0] for words in tried if words.endswith(_ABSENT)]
+        others = [words for words in tried if not words.endswith(_ABSENT)]
+        found = [f"there is no {', '.join(absent)}"] if absent else []
+        super().__init__("no GPU driver can be loaded: " + "; ".join(found + others))
         self.tried = tried
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from broker.devices.base import PIECE_BYTES, Device, DeviceError, Mapping, Segment
+from broker.devices.cuda import CudaDevice
 from broker.devices.discovery import open_devices, open_driver
 from broker.devices.simulated import SimulatedDevice
 from tests.fake_driver.build import FakeDriver
@@ -57,7 +58,22 @@ def on_fake_hip(fake_hip: FakeDriver) -> Candidate:
     return Candidate(open_gpu, read_host)
 
 
-DEVICES = ["simulated", "on_fake_cuda", "on_fake_hip"]
+@pytest.fixture
+def on_gpu(gpu: CudaDevice) -> Candidate:
+    """The real thing, whose memory the host cannot look at."""
+
+    def read(device: Device, mapping: Mapping, offset: int, nbytes: int) -> bytes:
+        return gpu.read(mapping, offset, nbytes)
+
+    return Candidate(open_gpu, read)
+
+
+DEVICES = [
+    "simulated",
+    "on_fake_cuda",
+    "on_fake_hip",
+    pytest.param("on_gpu", marks=pytest.mark.gpu),
+]
 
 
 @pytest.fixture(params=DEVICES)

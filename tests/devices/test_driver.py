@@ -166,11 +166,18 @@ def test_a_failed_hip_call_leaves_no_error_for_torch_to_find(fake_hip: FakeDrive
 def test_without_a_driver_the_error_lists_what_was_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No library at all: the loader's words on each one are in the sentence."""
-    missing = str(tmp_path / "libcuda.so.1")
-    monkeypatch.setenv(OVERRIDES["nvidia"], missing)
-    with pytest.raises(DriverMissing, match=f"no GPU driver library can be loaded: {missing}"):
+    """Libraries that are not there are listed; one that is broken is told in the loader's words."""
+    monkeypatch.setenv(OVERRIDES["nvidia"], str(tmp_path / "libcuda.so.1"))
+    broken = tmp_path / "libamdhip64.so"
+    broken.write_text("not a library")
+    monkeypatch.setenv(OVERRIDES["amd"], str(broken))
+    with pytest.raises(DriverMissing) as caught:
         open_driver()
+    sentence = str(caught.value)
+    assert sentence.startswith(
+        f"no GPU driver can be loaded: there is no {tmp_path}/libcuda.so.1; {broken}: "
+    )
+    assert len(caught.value.tried) == 2
 
 
 def test_a_library_that_lacks_a_call_is_called_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,9 +217,13 @@ def test_a_loaded_copy_of_amds_runtime_comes_first(fake_hip: FakeDriver, tmp_pat
     """Whoever loaded it, the same copy is used again: two would not know each other's memory."""
     copy = tmp_path / "libamdhip64.so.7"
     copy.write_bytes(fake_hip.path.read_bytes())
-    library = ctypes.CDLL(str(copy))
-    assert library is not None
-    assert candidates("amd", {})[0] == str(copy)
+    code = (  # in a process of its own: a library that is loaded stays
+        "import ctypes, sys; from broker.devices.libraries import candidates; "
+        "ctypes.CDLL(sys.argv[1]); print(candidates('amd', {})[0])"
+    )
+    command = [sys.executable, "-c", code, str(copy)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(copy)
 
 
 # --- devices ----------------------------------------------------------------------------------
