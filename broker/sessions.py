@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -19,11 +20,14 @@ from broker import wire
 from broker.errors import BadRequest, BrokerError
 from broker.loop import HUNG_UP, READ, WRITE, Loop
 
+log = logging.getLogger("weight-broker")
+
 SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
 MAX_DESCRIPTORS = 4
 """Descriptors in one packet; more are a truncated packet (MSG_CTRUNC), which is refused."""
-MAX_DELIVERED = 8
-"""Delivered descriptors a session may have waiting for their request."""
+MAX_DELIVERED = wire.MAX_WAITING
+"""Delivered descriptors that wait for their requests, which come by the other channel: at worst
+those of every thread of an engine have overtaken them."""
 RECEIVE_BATCH = 64
 """Packets of one session handled before others get their turn."""
 MAX_AHEAD = 1024
@@ -139,6 +143,13 @@ class SessionPeer:
             self._on_end(self, how)
 
     def _on_event(self, events: int) -> None:
+        try:
+            self._handle_events(events)
+        except Exception:  # whatever one peer makes us do wrong, the others are served
+            log.exception("internal error in session %d", self.session)
+            self._end("the broker failed to handle its packets")
+
+    def _handle_events(self, events: int) -> None:
         if events & WRITE:
             self._flush()
         if events & HUNG_UP and self._unsent:
@@ -153,6 +164,8 @@ class SessionPeer:
             packet, descriptors = self._unsent[0]
             if not self._try_send(packet, descriptors):
                 return
+            if not self._open:
+                return  # it turned out to be gone, and everything was dropped
             del self._unsent[0]
             for descriptor in descriptors:
                 os.close(descriptor)

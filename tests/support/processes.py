@@ -155,6 +155,12 @@ class RunningBroker:
         free: int = device["free"]
         return free
 
+    def evict_all(self) -> None:
+        """Have it forget every set: freed now, or with the last lease."""
+        with self.observer() as observer:
+            for entry in self.status()["sets"]:
+                observer.evict(str(entry["id"]))
+
     def waiting(self) -> int:
         """Requests that wait for weights."""
         return sum(entry["waiting"] for entry in self.status()["sets"])
