@@ -17,6 +17,7 @@ Part of the client's torch-free core: imports neither zmq nor torch.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -40,6 +41,7 @@ INDEX_SUFFIX = ".index.json"
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 _VARIANT = re.compile(r"model\..+\.safetensors")
 _NAMES_SHOWN = 8
+_NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 class WeightFiles(msgspec.Struct, frozen=True):
@@ -129,13 +131,13 @@ def _open_folder(given: str, shown: str) -> tuple[int, str | None]:
             )
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         return os.open(directory or ".", flags), only
-    except (FileNotFoundError, NotADirectoryError, ValueError) as error:
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno not in _NOTHING_THERE:
+            raise system_refused(error, shown, "opening") from error
         raise NotFound(
             f"there is no checkpoint {quoted(shown)}: no such file or folder; check the path",
             path=shown,
         ) from error
-    except OSError as error:
-        raise system_refused(error, shown, "opening") from error
 
 
 def weight_files(folder: int, only: str | None, path: str) -> WeightFiles:
