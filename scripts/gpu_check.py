@@ -3,7 +3,8 @@
     python scripts/gpu_check.py [--budget SECONDS]
 
 Needs Linux, one GPU with its driver, torch built for it, pytest, pytest-timeout and hypothesis;
-installs and changes nothing. A step that fails does not stop the others. Exit status: 0 if every step passed.
+installs and changes nothing. A step that fails does not stop the others. Exit status: 0 if every
+step passed.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ No method here may be called on the broker's loop: each may block in the driver.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -143,8 +143,15 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def map(self, descriptor: int, nbytes: int, *, writable: bool) -> Mapping:
+    def map(
+        self, descriptor: int, nbytes: int, *, writable: bool, slab: Hashable | None = None
+    ) -> Mapping:
         """Map a slab; the descriptor may be closed afterwards. Read-only unless `writable`.
+
+        Args:
+            slab: what tells this slab from every other that ever was (the broker's epoch and the
+                set's number): mappings of it in one process may then be one address range, which
+                is unmapped with the last of them. `None`: a range of its own.
 
         Raises:
             DeviceError: the descriptor is not a slab of this device or not of at least `nbytes`

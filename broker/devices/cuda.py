@@ -37,6 +37,12 @@ when it has torn down the process's context, some time after the process has gon
 
 RETRY_SECONDS = 0.05
 
+_shared: dict[Hashable, _Mapped] = {}
+"""Mappings of this process that may be shared, by device, slab, size and access."""
+_shared_lock = threading.RLock()
+"""Reentrant: the last tensor over a slab may die, and unmap it, in a garbage collection that starts
+while this thread is mapping another."""
+
 
 class CudaDevice(Device):
     """One GPU or MIG slice, as this process sees it. Asks the driver, opens no context.
@@ -72,8 +78,6 @@ class CudaDevice(Device):
         self._patience = patience_seconds
         self._clock = clock
         self._wait = wait
-        self._lock = threading.Lock()
-        self._shared: dict[Hashable, _Mapped] = {}
 
     def free_bytes(self) -> int:
         return self.driver.free_bytes(self.ordinal)
@@ -109,23 +113,19 @@ class CudaDevice(Device):
     def map(
         self, descriptor: int, nbytes: int, *, writable: bool, slab: Hashable | None = None
     ) -> Mapping:
-        """See `Device.map`; the size must be the slab's own.
-
-        Args:
-            slab: what tells this slab from any other of the broker's, for good. Mappings of the
-                same slab, size and access then share one address range, which is unmapped with the
-                last of them. `None`: a range of its own.
-        """
+        """See `Device.map`; the size must be the slab's own."""
         self._check_size(nbytes)
-        key = None if slab is None else (slab, nbytes, writable)
-        with self._lock:
-            mapped = self._shared.get(key) if key else None
-            if mapped is None:
-                mapped = _Mapped(self, descriptor, nbytes, writable=writable, key=key)
-                if key:
-                    self._shared[key] = mapped
-            mapped.users += 1
-        return CudaMapping(self, mapped)
+        key = None if slab is None else (self.properties.uuid, slab, nbytes, writable)
+        with _shared_lock:
+            while True:
+                mapped = _shared.get(key) if key else None
+                if mapped is None:
+                    mapped = _Mapped(self, descriptor, nbytes, writable=writable, key=key)
+                    if key:
+                        _shared[key] = mapped
+                mapped.users += 1
+                if mapped.key == key:  # else a garbage collection has just unmapped it
+                    return CudaMapping(mapped)
 
     def _check_size(self, nbytes: int) -> None:
         granularity, total = self.properties.granularity, self.properties.total_bytes
@@ -134,21 +134,6 @@ class CudaDevice(Device):
                 f"map({nbytes}) on {self.properties.uuid}: a slab of this device is a multiple of "
                 f"{granularity} and at most {total} bytes"
             )
-
-    def release_user(self, mapped: _Mapped) -> None:
-        """One mapping less; the last one waits for the device and unmaps (for `CudaMapping`)."""
-        with self._lock:
-            mapped.users -= 1
-            if mapped.users:
-                return
-            if mapped.key:
-                self._shared.pop(mapped.key, None)
-        try:
-            mapped.wait()
-        except DeviceError:
-            mapped.users += 1  # still mapped: the device may be using it
-            raise
-        mapped.unmap()
 
     def read(self, mapping: Mapping, offset: int, nbytes: int) -> bytes:
         """Copy bytes of a mapped slab to the host, after waiting for the device.
@@ -186,10 +171,9 @@ class CudaMapping(Mapping):
     In a forked child it does nothing: no driver works there.
     """
 
-    def __init__(self, device: CudaDevice, mapped: _Mapped) -> None:
+    def __init__(self, mapped: _Mapped) -> None:
         self.address = mapped.address
         self.nbytes = mapped.nbytes
-        self._device = device
         self._mapped: _Mapped | None = mapped
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -199,7 +183,7 @@ class CudaMapping(Mapping):
             return
         with self._lock:
             if self._mapped is not None:
-                self._device.release_user(self._mapped)
+                self._mapped.let_go()
                 self._mapped = None
 
 
@@ -216,7 +200,7 @@ class _Mapped:
         key: Hashable | None,
     ) -> None:
         self.nbytes = nbytes
-        self.users = 0
+        self.users = 0  # under `_shared_lock` while the key is set
         self.key = key
         self._driver = driver = device.driver
         self._label = device.properties.uuid
@@ -244,12 +228,28 @@ class _Mapped:
                 f"map on {self._label}: the slab is on another device ({self._driver.label(home)})"
             )
 
-    def wait(self) -> None:
+    def let_go(self) -> None:
+        """One user less; the last one waits for the device and unmaps."""
+        with _shared_lock:
+            self.users -= 1
+            if self.users:
+                return
+            if self.key:
+                del _shared[self.key]
+                self.key = None
+        try:
+            self._wait()
+        except DeviceError:
+            self.users += 1  # still mapped: the device may be using it
+            raise
+        self._unmap()
+
+    def _wait(self) -> None:
         """Block until the device has done all that this process asked of it."""
         with self._context.current():
             self._driver.call("synchronise", device=self._label)
 
-    def unmap(self) -> None:
+    def _unmap(self) -> None:
         """Unmap and let go of everything; addresses that cannot be unmapped stay reserved."""
         with contextlib.ExitStack() as afterwards:
             afterwards.callback(self._context.close)

@@ -18,7 +18,7 @@ import mmap
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 from broker.devices.base import (
@@ -100,7 +100,10 @@ class SimulatedDevice(Device):
                 raise StillMappedWritable("freeze: the slab is still mapped writable") from error
             raise _translated("freeze", error) from error
 
-    def map(self, descriptor: int, nbytes: int, *, writable: bool) -> Mapping:
+    def map(
+        self, descriptor: int, nbytes: int, *, writable: bool, slab: Hashable | None = None
+    ) -> Mapping:
+        del slab  # a second mapping of the same pages costs nothing on the host
         _check_slab(descriptor, nbytes)
         return HostMapping(descriptor, nbytes, writable=writable)
 

@@ -9,14 +9,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from broker.devices import cuda
 from broker.devices.base import PIECE_BYTES, DeviceError, DeviceOutOfMemory, Segment
 from broker.devices.cuda import PATIENCE_SECONDS, RETRY_SECONDS, CudaDevice
-from broker.devices.discovery import open_devices
+from broker.devices.discovery import open_devices, open_driver
 from broker.devices.driver import DriverError
 from broker.devices.libraries import NVML_OVERRIDE
 from tests.fake_driver.build import FakeDriver
@@ -279,6 +281,39 @@ def test_one_slab_mapped_twice_is_one_range(
     assert bytes_at(second.address, 4) == bytes(4)
     second.close()
     assert "mappings" not in fake.live()
+
+
+def test_clients_of_one_process_share_their_ranges(
+    fake: FakeDriver, device: CudaDevice, slab: int
+) -> None:
+    """Two clients open the device each for itself; one slab is still one range."""
+    first = device.map(slab, SLAB, writable=False, slab=("epoch", 7))
+    other = open_devices(open_driver())[0]
+    second = other.map(slab, SLAB, writable=False, slab=("epoch", 7))
+    assert second.address == first.address
+    first.close()
+    second.close()
+
+
+def test_a_slab_may_be_unmapped_while_another_is_being_mapped(
+    device: CudaDevice, slab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A garbage collection inside `map` that unmaps something, even the same slab, is survived."""
+    dying = [device.map(slab, SLAB, writable=False, slab="slab 7")]
+    uuid = device.properties.uuid
+
+    class CollectedMeanwhile(dict[Hashable, cuda._Mapped]):
+        def get(self, key: Hashable, default: Any = None) -> Any:
+            found = super().get(key, default)
+            while dying:
+                dying.pop().close()
+            return found
+
+    monkeypatch.setattr(cuda, "_shared", CollectedMeanwhile(cuda._shared))
+    mapping = device.map(slab, SLAB, writable=False, slab="slab 7")
+    assert bytes_at(mapping.address, 4) == bytes(4)
+    assert list(cuda._shared) == [(uuid, "slab 7", SLAB, False)]
+    mapping.close()
 
 
 def test_other_slabs_and_other_access_get_ranges_of_their_own(

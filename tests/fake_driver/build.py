@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from broker.devices import cuda
 from broker.devices.discovery import open_driver
 from broker.devices.driver import Driver
 from broker.devices.libraries import NVML_OVERRIDE, OVERRIDES, SYSFS_OVERRIDE, Vendor
@@ -85,6 +86,7 @@ class FakeDriver:
 
     def start(self, settings: str = "", faults: str = "") -> Driver:
         """Start over with these settings and faults: a fresh driver, as in a fresh process."""
+        cuda._shared.clear()
         self.control.fake_reset(settings.encode(), faults.encode())
         return open_driver()
 
