@@ -48,6 +48,7 @@ from broker.rundir import (
     BrokerPaths,
     NameLock,
     broker_directory,
+    candidate_directories,
     create_listener,
     remove_socket,
 )
@@ -82,9 +83,9 @@ class Broker:
             d.properties.uuid: d for d in open_devices(config.device)
         }
         self.platform = next(iter(self.devices.values())).properties.platform
-        self.paths = BrokerPaths(_directory(config), config.name)
         for path in config.preload:
             open_checkpoint(path).close()
+        self.paths = _paths(config)
         self._bound: list[Path] = []
         self._lock = NameLock(self.paths)
         self._lock.acquire()
@@ -319,9 +320,12 @@ class Broker:
         self.helpers.submit(("set", set_id), call, done)
 
 
-def _directory(config: BrokerConfig) -> Path:
+def _paths(config: BrokerConfig) -> BrokerPaths:
     given = config.directory
-    return broker_directory(None if given is None else {DIRECTORY_VARIABLE: str(given.absolute())})
+    environ = None if given is None else {DIRECTORY_VARIABLE: str(given.absolute())}
+    for candidate in candidate_directories(environ):
+        BrokerPaths(candidate, config.name)  # a bad name is refused before anything is created
+    return BrokerPaths(broker_directory(environ), config.name)
 
 
 def _as_broker_error(error: BaseException) -> BrokerError:
