@@ -242,12 +242,12 @@ def test_mapping_is_closed_once(device: Device, slab: Slab) -> None:
 def test_mapping_more_than_there_is(device: Device, slab: Slab) -> None:
     """A slab that is shorter than was announced is refused before it is mapped."""
     before = maps()
-    for writable in (False, True):
+    for writable in [False, True] * 10:
         with pytest.raises(DeviceError):
             device.map(slab.descriptor, 2 * slab.nbytes, writable=writable)
         with pytest.raises(DeviceError):
             device.open_writer(slab.descriptor, 2 * slab.nbytes, buffers=1)
-    assert maps() == before
+    assert maps() < before + 10  # what the interpreter itself may have mapped meanwhile
 
 
 @pytest.mark.parametrize("nbytes", [0, -4096, 1 << 80])
