@@ -36,20 +36,19 @@ class Binding:
         ignored: stored names that stayed unused (leftovers of old releases, or by pattern).
         copied: stored names of which the module got private copies: its buffers.
         guard: the write guard, if one was asked for.
+        prefix: what the stored names have in front of the module's.
     """
 
-    def __init__(self, module: Module, tensors: SlabTensors, plan: Plan, prefix: str) -> None:
+    def __init__(
+        self, module: Module, tensors: SlabTensors, plan: Plan, prefix: str, frozen: set[str]
+    ) -> None:
         self.tensors = tensors
         self.ignored = plan.ignored
         self.copied = list(plan.buffers)
         self.guard: WriteGuard | None = None
+        self.prefix = prefix
         self._module = weakref.ref(module)
-        self._prefix = prefix
-        self._frozen = {
-            id_name
-            for id_name, held in _held_parameters(plan)
-            if not held.requires_grad  # what detach() gives back
-        }
+        self._frozen = frozen
 
     @property
     def module(self) -> Module | None:
@@ -75,7 +74,7 @@ class Binding:
         if module is None or _bindings.get(module) is not self:
             return
         copies: dict[int, torch.UntypedStorage] = {}
-        for path, at in walk(module, self._prefix):
+        for path, at in walk(module, self.prefix):
             for key, parameter in at._parameters.items():
                 if parameter is not None and self.tensors.owns(parameter):
                     _make_private(parameter, copies)
@@ -115,12 +114,12 @@ def bind_module(
         plan = plan_bind(module, tensors, prefix, ignore)
         views = tensors.take(plan.names + list(plan.tied))
         copies = [view.clone() for view in tensors.take(list(plan.buffers))]
-        binding = Binding(module, tensors, plan, prefix)
         try:
-            _replace(plan, views, copies, tensors.device)
+            frozen = _replace(plan, views, copies, tensors.device)
         except BaseException:
             _restore(plan)
             raise
+    binding = Binding(module, tensors, plan, prefix, frozen)
     guard_load_state_dict()
     _bindings[module] = binding
     if guard:
@@ -137,21 +136,30 @@ def binding_of(module: Module) -> Binding | None:
 _bindings: weakref.WeakKeyDictionary[Module, Binding] = weakref.WeakKeyDictionary()
 
 
-def _replace(plan: Plan, views: list[Tensor], copies: list[Tensor], device: torch.device) -> None:
+def _replace(
+    plan: Plan, views: list[Tensor], copies: list[Tensor], device: torch.device
+) -> set[str]:
+    """Carry the plan out; the names of parameters that did not require a gradient."""
+    frozen = set()
     # Turning a fresh view into a Parameter in place, as torch's lazy modules do, costs a tenth of
     # making a Parameter from it.
-    for (_, held, entries, key, _), view in zip(plan.single, views, strict=False):
+    for (name, held, entries, key, _), view in zip(plan.single, views, strict=False):
         view.__class__ = Parameter
         if held.__dict__:
             view.__dict__.update(held.__dict__)
+        if not held.requires_grad:
+            frozen.add(name)
         entries[key] = view
     for places, view in zip(plan.tied.values(), views[len(plan.single) :], strict=True):
         _fill(places, _as_parameter(view, places[0].held))
+        if not places[0].held.requires_grad:
+            frozen.update(place.name for place in places)
     for places, copy in zip(plan.buffers.values(), copies, strict=True):
         _fill(places, copy)
     for place in plan.moves:
         place.entries[place.key] = place.held.to(device)
     _tell(plan)
+    return frozen
 
 
 def _as_parameter(view: Tensor, held: Tensor) -> Tensor:
@@ -180,13 +188,6 @@ def _restore(plan: Plan) -> None:
         for _, held, entries, key, _ in places:
             entries[key] = held
     _tell(plan)
-
-
-def _held_parameters(plan: Plan) -> Iterator[tuple[str, Tensor]]:
-    for place in plan.single:
-        yield place[0], place[1]
-    for places in plan.tied.values():
-        yield from ((place.name, place.held) for place in places)
 
 
 def _make_private(parameter: Parameter, copies: dict[int, torch.UntypedStorage]) -> None:

@@ -15,7 +15,7 @@ from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from broker.errors import UsageError
-from engine_client.dlpack import any_shared, is_shared_address
+from engine_client.storages import any_storage_lives, is_shared_address
 from engine_client.views import SlabTensors, address_of
 
 _WRITES_NO_MEMORY = frozenset({"aten::record_stream"})
@@ -123,7 +123,7 @@ def _guarded(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_state_dict(
         self: Module, state_dict: Any, strict: bool = True, assign: bool = False, **kwargs: Any
     ) -> Any:
-        if any_shared() and not assign:
+        if any_storage_lives() and not assign:
             _refuse_shared(self, state_dict, strict)
         return original(self, state_dict, strict=strict, assign=assign, **kwargs)
 

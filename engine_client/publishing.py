@@ -25,7 +25,8 @@ from broker.weights import (
     align_up,
     storage_extent,
 )
-from engine_client.dlpack import DEVICE_TYPES, DTYPES, SlabStorages
+from engine_client.binding import binding_of
+from engine_client.storages import SlabStorages, torch_device
 from engine_client.weight_set import WeightSet
 
 _NAMES_SHOWN = 5
@@ -104,11 +105,9 @@ def write_publication(
         device_index: which GPU of this process the device is.
     """
     mapping = device.map(descriptor, nbytes, writable=True)
-    place = (DEVICE_TYPES[device.properties.platform], device_index)
-    storages = SlabStorages(mapping, 1, place)
+    storages = SlabStorages(mapping, torch_device(device.properties.platform, device_index))
     try:
-        numbers = storages.describe(DTYPES["uint8"], [nbytes], [1], [0])
-        copy_parts(publication, storages.make(numbers, torch._C._from_dlpack)[0])  # noqa: SLF001
+        copy_parts(publication, storages.whole())
     finally:
         storages.close()
 
@@ -116,6 +115,9 @@ def write_publication(
 def rebind(source: Module | Mapping[str, Tensor], weights: WeightSet) -> None:
     """Make the parameters of the module that was published views of what was published."""
     if isinstance(source, Module):
+        binding = binding_of(source)
+        if binding is not None:
+            binding.detach()
         weights.bind(source)
 
 

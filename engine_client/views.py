@@ -11,6 +11,7 @@ memory is not there at all.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,9 +28,8 @@ from broker.weights import (
     TensorGroup,
     storage_extent,
 )
-from engine_client.dlpack import DEVICE_TYPES, DTYPES, SlabStorages, accepts
+from engine_client.storages import DTYPES, SlabStorages, imports, torch_device
 
-_import_capsule = torch._C._from_dlpack  # noqa: SLF001 - utils.dlpack.from_dlpack adds 0.5 us to it
 _BYTES = DTYPES["uint8"]
 
 
@@ -94,19 +94,15 @@ class SlabTensors:
             UsageError: a platform that this client does not know, or a dtype that this torch does
                 not have. The mapping is closed in the second case, and untouched in the first.
         """
-        self.device = _torch_device(platform, device_index)
+        self.device = torch_device(platform, device_index)
         self.layouts: dict[str, Layout] = {}
         self._whole: dict[str, int] = {}
         self._parts: dict[str, _Part] = {}
         self._cache: dict[str, weakref.ref[torch.Tensor]] = {}
-        self._storage_starts: list[tuple[int, str]] | None = None
+        self._starts: list[tuple[int, int]] | None = None
         self._storage_names: list[str | list[str]] = []
         self._offsets: list[int] = []
-        capacity = manifest.tensor_count + len(manifest.aliases)
-        self._storages = SlabStorages(
-            mapping, capacity, (DEVICE_TYPES[platform], device_index), on_last_release
-        )
-        weakref.finalize(self, self._storages.close).atexit = False
+        self._storages = SlabStorages(mapping, self.device, on_last_release)
         try:
             ties = self._describe_aliases(manifest.aliases)
             for group in manifest.groups:
@@ -129,7 +125,7 @@ class SlabTensors:
             number = self._whole.get(name)
             if number is None or torch.is_inference_mode_enabled():
                 return self._make([name])[0]
-            return self._remember(name, self._storages.make_one(number, _import_capsule))
+            return self._remember(name, self._storages.make_one(number))
         if type(cached) is torch.Tensor:
             return cached
         return self._remember(name, cached.detach())  # bound: a Parameter of some module
@@ -158,11 +154,7 @@ class SlabTensors:
 
     def storage_key(self, name: str) -> tuple[int, ...]:
         """Equal for two names exactly if their tensors are the same bytes seen in the same way."""
-        part = self._parts.get(name)
-        layout = self.layouts[name]
-        if part is None:
-            return (self._whole[name], 0, *layout.stride)
-        return (part.storage, part.offset, *layout.stride)
+        return (*self._place(name), *self.layouts[name].stride)
 
     # --- life ----------------------------------------------------------------------------------
 
@@ -178,10 +170,25 @@ class SlabTensors:
         return self._storages.live_count()
 
     def live_tensors(self) -> list[str]:
-        """The names whose storage somebody still holds, also if only through a view."""
-        return [
-            name for number in self._storages.live_numbers() for name in self._storage_names[number]
-        ]
+        """The names whose storage somebody still holds, also if only through a view.
+
+        Ends with a remark in parentheses if there are storages that no tensor in Python leads to
+        (saved for backward, say). Cheap when nobody holds any; looks through all objects of the
+        process when views have to be found.
+        """
+        count = self.live_count()
+        if not count:
+            return []
+        cached = [name for name in list(self._cache) if self._cached(name) is not None]
+        numbers = {self._place(name)[0] for name in cached} - {-1}
+        if len(numbers) < count:
+            numbers |= self._numbers_in_use()
+        names: list[str] = []
+        for number in sorted(numbers):
+            name = self._storage_names[number]
+            names += [name] if isinstance(name, str) else name
+        more = count - len(numbers)
+        return names + ([f"({more} more)"] if more > 0 else [])
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's elements lie in this slab. False for one without elements."""
@@ -191,14 +198,23 @@ class SlabTensors:
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
         """The (first) name of the storage that a tensor of this slab lies in, or None."""
+        number = self._number_of(tensor)
+        name = None if number is None else self._storage_names[number]
+        return name[0] if isinstance(name, list) else name
+
+    def _number_of(self, tensor: torch.Tensor) -> int | None:
         if not self.owns(tensor):
             return None
-        if self._storage_starts is None:
-            firsts = [name if isinstance(name, str) else name[0] for name in self._storage_names]
-            self._storage_starts = sorted(zip(self._offsets, firsts, strict=True))
-        starts, offset = self._storage_starts, address_of(tensor) - self._storages.address
-        at = bisect_right(starts, offset, key=lambda start: start[0]) - 1
-        return starts[at][1] if at >= 0 else None
+        if self._starts is None:
+            self._starts = sorted(zip(self._offsets, range(len(self._offsets)), strict=True))
+        offset = address_of(tensor) - self._storages.address
+        at = bisect_right(self._starts, (offset, len(self._offsets))) - 1
+        return self._starts[at][1] if at >= 0 else None
+
+    def _numbers_in_use(self) -> set[int]:
+        tensors = (item for item in gc.get_objects() if issubclass(type(item), torch.Tensor))
+        numbers = {self._number_of(tensor) for tensor in tensors}
+        return {number for number in numbers if number is not None}
 
     # --- making --------------------------------------------------------------------------------
 
@@ -209,11 +225,11 @@ class SlabTensors:
                 return self._make(names)
         whole = self._whole
         if not self._parts:
-            made = self._storages.make([whole[name] for name in names], _import_capsule)
+            made = self._storages.make([whole[name] for name in names])
         else:
             direct = [name for name in names if name in whole]
             numbers = [whole[name] for name in direct]
-            found = dict(zip(direct, self._storages.make(numbers, _import_capsule), strict=True))
+            found = dict(zip(direct, self._storages.make(numbers), strict=True))
             made = [found[name] if name in found else self._make_part(name) for name in names]
         self._cache.update(zip(names, map(weakref.ref, made), strict=True))
         return made
@@ -237,7 +253,7 @@ class SlabTensors:
         return None
 
     def _bytes(self, number: int) -> torch.Tensor:
-        return self._storages.make_one(number, _import_capsule)
+        return self._storages.make_one(number)
 
     def _cached(self, name: str) -> torch.Tensor | None:
         """What was handed out under this name, if it lives and still is what it was then."""
@@ -252,9 +268,13 @@ class SlabTensors:
             return tensor
         return None
 
-    def _lies_at(self, tensor: torch.Tensor, name: str) -> bool:
+    def _place(self, name: str) -> tuple[int, int]:
+        """The number of a name's storage, and where in it the tensor begins, in elements."""
         part = self._parts.get(name)
-        number, start = (self._whole[name], 0) if part is None else (part.storage, part.offset)
+        return (self._whole[name], 0) if part is None else (part.storage, part.offset)
+
+    def _lies_at(self, tensor: torch.Tensor, name: str) -> bool:
+        number, start = self._place(name)
         if number < 0:
             return True
         address = tensor.untyped_storage().data_ptr()
@@ -280,7 +300,7 @@ class SlabTensors:
     def _describe_group(self, group: TensorGroup, ties: dict[str, tuple[int, AliasGroup]]) -> None:
         dtype = _torch_dtype(group)
         layout = Layout(
-            dtype, tuple(group.shape), tuple(group.stride), group.kind, _imports(group.dtype)
+            dtype, tuple(group.shape), tuple(group.stride), group.kind, imports(group.dtype)
         )
         self.layouts.update(zip(group.names, repeat(layout)))
         names, offsets = group.names, group.offsets
@@ -347,18 +367,6 @@ def address_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-_imported: dict[str, bool] = {}
-
-
-def _imports(dtype: str) -> bool:
-    known = _imported.get(dtype)
-    if known is None:
-        wanted = getattr(torch, dtype)
-        known = accepts(_import_capsule, dtype, lambda tensor: tensor.dtype is wanted)
-        _imported[dtype] = known
-    return known
-
-
 def _torch_dtype(group: TensorGroup) -> torch.dtype:
     dtype = getattr(torch, group.dtype, None)
     if not isinstance(dtype, torch.dtype):
@@ -367,11 +375,3 @@ def _torch_dtype(group: TensorGroup) -> torch.dtype:
             "have: use a newer torch in this engine"
         )
     return dtype
-
-
-def _torch_device(platform: str, index: int) -> torch.device:
-    if platform == "simulated":
-        return torch.device("cpu")
-    if platform in DEVICE_TYPES:
-        return torch.device("cuda", index)  # what a ROCm build of torch calls its devices, too
-    raise UsageError(f"this client cannot make tensors on the platform {platform!r}")
