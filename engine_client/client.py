@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import msgspec
 
@@ -33,7 +33,11 @@ from engine_client.progress import progress_printer
 from engine_client.publisher import Publisher
 from engine_client.session import Session, connect
 from engine_client.stage import Stage
+from engine_client.watching import Watch
 from engine_client.weight_set import WeightSet
+
+if TYPE_CHECKING:
+    from engine_client.swapping import PrivateWeights
 
 CANCEL_SECONDS = 2.0
 """How long a call whose time ran out waits for the broker to confirm that nothing is left."""
@@ -91,6 +95,36 @@ class EngineClient(Operator, Publisher):
         """False once the broker is lost or the client closed."""
         return self._session.is_usable
 
+    @overload
+    def acquire(
+        self,
+        weights: Checkpoint | WeightKey | str,
+        *,
+        dtype: str | None = None,
+        layout: Mapping[str, int] | None = None,
+        format: str | None = None,
+        quantization: str | None = None,
+        generation: str | None = None,
+        timeout: float | None = None,
+        copy: Literal[False] = False,
+        progress: Callable[[wire.Progress], None] | None = None,
+    ) -> WeightSet: ...
+
+    @overload
+    def acquire(
+        self,
+        weights: Checkpoint | WeightKey | str,
+        *,
+        dtype: str | None = None,
+        layout: Mapping[str, int] | None = None,
+        format: str | None = None,
+        quantization: str | None = None,
+        generation: str | None = None,
+        timeout: float | None = None,
+        copy: Literal[True],
+        progress: Callable[[wire.Progress], None] | None = None,
+    ) -> PrivateWeights: ...
+
     def acquire(
         self,
         weights: Checkpoint | WeightKey | str,
@@ -101,8 +135,9 @@ class EngineClient(Operator, Publisher):
         quantization: str | None = None,
         generation: str | None = None,
         timeout: float | None = None,
+        copy: bool = False,
         progress: Callable[[wire.Progress], None] | None = None,
-    ) -> WeightSet:
+    ) -> WeightSet | PrivateWeights:
         """Map weights; load them first, once per node, if they are not resident. Blocks.
 
         Args:
@@ -110,11 +145,14 @@ class EngineClient(Operator, Publisher):
             dtype, layout, format, quantization: demanded of the set; None leaves it open.
             generation: the label of the generation demanded.
             timeout: seconds for everything; None: as long as it takes and the broker lives.
+            copy: give private, writable tensors and hold no lease afterwards: for an engine that
+                must write to its weights.
             progress: called in this thread with the load's progress, at most 4 times a second;
                 None: a line on the terminal, if standard error is one.
 
         Returns:
-            A lease's tensors, valid until released (and, tensor by tensor, as long as it lives).
+            A lease's tensors, valid until released (and, tensor by tensor, as long as it lives);
+            with `copy` a dict of the engine's own.
 
         Raises:
             NotFound, LoadFailed, UnsupportedQuantForIPCError: the checkpoint cannot be served.
@@ -132,6 +170,21 @@ class EngineClient(Operator, Publisher):
             quantization=quantization,
             generation=generation,
         )
+        held = self._acquire_described(weights, demand, deadline, progress)
+        if not copy:
+            return held
+        try:
+            return held.copy()
+        finally:
+            held.let_go()
+
+    def _acquire_described(
+        self,
+        weights: Checkpoint | WeightKey | str,
+        demand: wire.Demand,
+        deadline: Deadline,
+        progress: Callable[[wire.Progress], None] | None,
+    ) -> WeightSet:
         if isinstance(weights, Checkpoint):
             return self._acquire_checkpoint(weights, demand, deadline, progress)
         if isinstance(weights, WeightKey):
@@ -187,10 +240,13 @@ class EngineClient(Operator, Publisher):
             raise
 
     def _hold(self, lease: Lease) -> WeightSet:
-        weights = WeightSet(lease)
+        weights = WeightSet(lease, self._acquire_newest)
         with self._lock:
             self._weights.add(weights)
         return weights
+
+    def _acquire_newest(self, key: WeightKey) -> WeightSet:
+        return self.acquire(msgspec.structs.replace(key, checkpoint=""))
 
     def _withdraw(self, lease: str) -> None:
         """Whatever the broker has made of the request, it holds no lease afterwards."""
@@ -206,6 +262,14 @@ class EngineClient(Operator, Publisher):
     def key_of(self, entry: Mapping[str, Any]) -> WeightKey:
         """The key of a set as `status` lists it."""
         return msgspec.convert(entry["key"], WeightKey)
+
+    def watch(self, name: str) -> Watch:
+        """Events of a name from now on: newer generations, evictions, the broker's end.
+
+        Raises:
+            Busy: this client watches too many names. BrokerLost.
+        """
+        return Watch(self._session, name)
 
     def on_broker_lost(self, callback: Callable[[], None]) -> None:
         """Call back once when the broker is gone, from another thread, at once if it is already.

@@ -13,6 +13,7 @@ import logging
 import os
 import queue
 import socket
+import struct
 import threading
 import weakref
 from collections import deque
@@ -281,11 +282,18 @@ class Session:
         if lost:
             callback()
 
-    def on_event(self, callback: Callable[[wire.Event], None]) -> None:
-        """Call back for every event, from the I/O thread."""
+    def on_event(self, callback: Callable[[wire.Event], None]) -> Callable[[], None]:
+        """Call back for every event, from the I/O thread; the result, called, ends that."""
         self._check_process()
         with self._lock:
             self._event_callbacks.append(callback)
+
+        def forget() -> None:
+            with self._lock:
+                if callback in self._event_callbacks:
+                    self._event_callbacks.remove(callback)
+
+        return forget
 
     @property
     def is_usable(self) -> bool:
@@ -461,16 +469,28 @@ def connect(
     for paths in find_brokers(name, directory):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
+            _limit_waiting(connection, timeout)
             connection.connect(str(paths.session))
         except (FileNotFoundError, ConnectionRefusedError):
             connection.close()
             tried.append((paths.session, "nobody listens there any more"))
+        except BlockingIOError:
+            connection.close()
+            raise Deadline(timeout).expired("connecting: the broker accepts nobody") from None
         except BaseException:
             connection.close()
             raise
         else:
             return Session(connection, paths.zmq, platform=platform, label=label, timeout=timeout)
     raise broker_not_found(name, tried)
+
+
+def _limit_waiting(connection: socket.socket, timeout: float | None) -> None:
+    """`connect` waits for room in a full backlog no longer than sending may take (unix(7))."""
+    if timeout is not None:
+        seconds, fraction = divmod(max(timeout, 0.001), 1)
+        limit = struct.pack("ll", int(seconds), int(fraction * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 def send_packet(connection: socket.socket, packet: bytes, descriptors: Sequence[int]) -> bool:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from broker.errors import UsageError
 from broker.weights import ITEM_BYTES, Manifest, WeightKey, storage_extent
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine_client.binding import Binding
+    from engine_client.swapping import PrivateWeights
     from engine_client.views import SlabTensors
 
 _NAMES_SHOWN = 3
@@ -39,7 +40,9 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         how: "resident", "loaded", "shared" or "hashed": what this acquire had to wait for.
     """
 
-    def __init__(self, lease: Lease, device_index: int = 0) -> None:
+    def __init__(
+        self, lease: Lease, newest: Callable[[WeightKey], WeightSet], device_index: int = 0
+    ) -> None:
         granted = lease.granted
         self.key: WeightKey = granted.key
         self.generation = granted.generation
@@ -47,6 +50,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         self.nbytes = granted.nbytes
         self.how = granted.how
         self._lease = lease
+        self._newest = newest
         self._device_index = device_index
         self._lock = threading.RLock()
         self._slab: SlabTensors | None = None
@@ -55,6 +59,11 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         # Without tensors nothing else keeps the mapping; with them they take it over.
         self._finalizer = weakref.finalize(self, lease.end)
         self._finalizer.atexit = False
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the publisher gave along."""
+        return self._lease.manifest.metadata
 
     @property
     def manifest(self) -> Manifest:
@@ -139,12 +148,54 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         Raises:
             UsageError: it is not bound to these weights.
         """
+        self._binding_of(module).detach()
+
+    def _binding_of(self, module: torch.nn.Module) -> Binding:
         from engine_client.binding import binding_of
 
         binding = binding_of(module)
         if binding is None or binding.tensors is not self._slab:
-            raise UsageError("detach: this module is not bound to these weights")
-        binding.detach()
+            raise UsageError("this module is not bound to these weights")
+        return binding
+
+    def swap(self, module: torch.nn.Module) -> WeightSet:
+        """Move a bound module to the newest generation of these weights' name, between two passes.
+
+        Every tensor or none; each Parameter stays the same object. The old lease ends when nothing
+        holds its tensors any more, which is at once if only this module did.
+
+        Returns:
+            The newest generation's weights; these very ones if they are the newest.
+
+        Raises:
+            UsageError: the module is not bound to these weights, or they have no name.
+            BindError: the new generation has another structure; lists all differences, and the
+                module stays where it was.
+            NotFound, BrokerLost: as `acquire` by name; nothing has changed.
+        """
+        from engine_client.swapping import check_same_structure, swap_module
+
+        binding = self._binding_of(module)
+        if not self.key.name:
+            raise UsageError("swap: these weights have no name, so there is no newer generation")
+        newest = self._newest(self.key)
+        try:
+            if newest.set_id == self.set_id:
+                newest.release()
+                return self
+            check_same_structure(self.manifest, newest.manifest)
+            swap_module(binding, newest._tensors())  # noqa: SLF001 - of this class
+        except BaseException:
+            newest.let_go()
+            raise
+        self.let_go()
+        return newest
+
+    def copy(self) -> PrivateWeights:
+        """Private, writable copies of all tensors, ties kept; this lease is not needed for them."""
+        from engine_client.swapping import PrivateWeights, private_copies
+
+        return PrivateWeights(private_copies(self.tensors()), self.key.checkpoint, self.generation)
 
     # --- giving back ----------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ def run_shipped(claim: HeldClaim, device: Device, work: ShippedWork, descriptor:
         publication = plan_publication(result)
     except (TypeError, AttributeError) as error:
         raise LoadFailed(
-            f"the loader {work.description} returned a {type(result).__name__}, not a module or a "
+            f"the loader {work.description} returned {type(result).__name__}, not a module or a "
             "mapping of names to tensors",
             reason="loader-raised",
         ) from error
