@@ -216,6 +216,8 @@ class Asking(Ledger):
 
     def _check_fresh(self, key: WeightKey, demand: wire.Demand) -> None:
         """Raise `Busy` if another writes this line now, or has sealed the generation."""
+        if not key.name:
+            return  # no line to be a generation of; equal content shows at `seal`
         line = line_of(key, key.name)
         for record in self.sets.values():
             if record.state in IN_PROGRESS and line_of(record.asked, record.asked.name) == line:
@@ -348,6 +350,8 @@ class Asking(Ledger):
         only names it, or demands a generation, changes no order."""
         demand = waiter.demand
         says_content = waiter.source is not None or demand.checkpoint is not None
+        if demand.set is not None:
+            return
         if demand.name:
             newest = says_content and demand.generation is None
             self._join_line(record, demand.name, demand.generation, newest=newest)

@@ -14,7 +14,7 @@ from broker.custody.records import (
     Failure,
     WeightSet,
 )
-from broker.custody.states import IN_PROGRESS, State
+from broker.custody.states import IN_PROGRESS, State, Trigger
 from broker.custody.writing import Writing
 from broker.errors import (
     BadRequest,
@@ -116,6 +116,8 @@ class Books(Writing):
         meant = self._meant(request.set)
         for record in meant:
             record.pinned = True
+            if record.state is State.DRAINING:
+                self._move(record, Trigger.ASK)
         self._reply(ticket, wire.Pinned([record.id for record in meant]))
         return self._take()
 

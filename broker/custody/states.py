@@ -41,7 +41,7 @@ class Trigger(str, Enum):
     """As `fail`, but a waiting request takes the claim over, on a fresh slab."""
     WRITER_LOST = "writer lost"
     EVICT = "evict"
-    """`evict` of a set that nobody leases."""
+    """`evict` of a set that nobody leases, or it is superfluous: another holds the same bytes."""
     RETIRE = "retire"
     """`evict`, or a newer generation sealed, while it is leased."""
     LAST_RELEASE = "last release"
@@ -95,3 +95,13 @@ WITH_MEMORY = frozenset(
     {State.RESERVING, State.WRITING, State.SEALING, State.SEALED, State.DRAINING}
 )
 IN_PROGRESS = frozenset({State.CLAIMED, State.RESERVING, State.WRITING, State.SEALING})
+
+
+def mermaid() -> str:
+    """The table as a fenced Mermaid state diagram, for docs/architecture.md."""
+    lines = ["```mermaid", "stateDiagram-v2", "    [*] --> absent"]
+    for state, row in TABLE.items():
+        for following in dict.fromkeys(row.values()):
+            triggers = [trigger.value for trigger, to in row.items() if to is following]
+            lines.append(f"    {state.value} --> {following.value}: {', '.join(triggers)}")
+    return "\n".join([*lines, "```"])

@@ -176,7 +176,8 @@ class Writing(Asking):
         record.keep = request.keep
         twin = self._resident_twin(record, request.checkpoint)
         if twin is not None:
-            self._end_writing(record, twin, session, ticket)
+            record.pending = ticket
+            self._merge(record, twin)
             return self._take()
         self._move(record, Trigger.SEAL)
         record.pending = ticket
@@ -201,8 +202,7 @@ class Writing(Asking):
         twin = self._resident_twin(record, record.key.checkpoint)
         if twin is not None:
             # Two writers of the same bytes were sealing at once; the first one stays.
-            writer, pending, record.pending = record.writer, record.pending, None
-            self._end_writing(record, twin, writer, pending)
+            self._merge(record, twin)
             return self._take()
         self._move(record, Trigger.FROZEN)
         record.used = next(self._clock)
@@ -267,9 +267,13 @@ class Writing(Asking):
         return None
 
     def _merge(self, record: WeightSet, twin: WeightSet) -> None:
-        """`record` turned out to hold what `twin` holds: drop it, serve its waiters there."""
+        """`record` turned out to hold what `twin` holds: drop it, serve its waiters there.
+
+        Its writer comes first, if it has asked to seal.
+        """
         self.counters["loads_shared_by_content"] += 1
         self._log("same-content", set=record.id, resident=twin.id)
+        writer, pending, record.pending = record.writer, record.pending, None
         self._drop_claim(record)
         waiters, identities = self._detach_waiters(record), record.identities
         self._end(record, Trigger.EVICT)
@@ -278,6 +282,7 @@ class Writing(Asking):
         if record.key.name:
             self._move(twin, Trigger.ASK)
             self._join_line(twin, record.key.name, record.label)
+        self._answer_seal(record, twin, writer, pending)
         self._serve(twin, waiters, {None: "hashed"})
 
     def _fail(self, record: WeightSet, failure: Failure) -> None:
@@ -330,16 +335,10 @@ class Writing(Asking):
             self._or_refuse(waiter, partial(self._wait, successor, waiter))
         return [waiter for waiter, left in zip(waiters, is_left, strict=True) if left]
 
-    def _end_writing(
-        self, record: WeightSet, twin: WeightSet, writer: int | None, pending: int | None
-    ) -> None:
-        """What was written is resident as `twin`: that one stays, for the writer too."""
-        self._merge(record, twin)
-        self._answer_seal(record, twin, writer, pending)
-
     def _answer_seal(
         self, written: WeightSet, sealed: WeightSet, writer: int | None, pending: int | None
     ) -> None:
+        """The writer learns what is resident now, and has its lease before anybody else."""
         if writer not in self.sessions or writer is None or pending is None:
             return
         name = written.key.name
