@@ -10,7 +10,6 @@ Imports neither zmq nor torch.
 
 from __future__ import annotations
 
-import itertools
 import os
 import queue
 import threading
@@ -115,7 +114,7 @@ class _Run:
         self.digests = bytearray(DIGEST_BYTES * plan.layout.chunks)
         self._shards = descriptors[len(descriptors) - len(plan.shards) :]
         self._writer = writer
-        self._next = itertools.count()
+        self._taken = 0
         self._lock = threading.Lock()
         self._done = 0
         self._stopped = False
@@ -134,14 +133,20 @@ class _Run:
 
     def _work(self) -> None:
         pieces = self.plan.pieces
-        while not self._stopped:
-            with self._lock:
-                number = next(self._next)
-            if number >= len(pieces):
-                return
-            self._copy(pieces[number])
-            with self._lock:
-                self._done += pieces[number].nbytes
+        try:
+            while not self._stopped and (number := self._take()) < len(pieces):
+                self._copy(pieces[number])
+                with self._lock:
+                    self._done += pieces[number].nbytes
+        except BaseException:
+            self._stopped = True  # the others read no further piece in vain
+            raise
+
+    def _take(self) -> int:
+        with self._lock:
+            number = self._taken
+            self._taken += 1
+        return number
 
     def _copy(self, piece: Piece) -> None:
         buffer = self._writer.buffer()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from broker.checkpoints.files import open_checkpoint
 from broker.checkpoints.plan import CheckpointPlan, plan_checkpoint
 from broker.checkpoints.reading import LoadResult, load_pieces
-from broker.devices.base import SlabWriter
+from broker.devices.base import Segment, SlabWriter, StagingBuffer
 from broker.devices.simulated import SimulatedDevice
 from broker.weights import align_up, tensor_nbytes, validate_manifest
 
@@ -69,3 +69,25 @@ def fill(
         return result, os.pread(slab, nbytes, 0)
     finally:
         os.close(slab)
+
+
+class ObservedWriter(SlabWriter):
+    """Passes everything on, and does something beside at the n-th piece."""
+
+    def __init__(self, inner: SlabWriter, at: int, action: Callable[[], None]) -> None:
+        self.inner = inner
+        self.submitted = 0
+        self._at = at
+        self._action = action
+
+    def buffer(self) -> StagingBuffer:
+        return self.inner.buffer()
+
+    def submit(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> None:
+        self.submitted += 1
+        self.inner.submit(buffer, segments)
+        if self.submitted == self._at:
+            self._action()
+
+    def close(self) -> None:
+        self.inner.close()

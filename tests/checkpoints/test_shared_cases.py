@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from broker.checkpoints.files import open_checkpoint
 from broker.checkpoints.header import DTYPES
+from broker.checkpoints.plan import plan_checkpoint
 from broker.errors import LoadFailed
 from broker.weights import SLOT_ALIGNMENT
-from tests.checkpoints.loading import load
+from tests.checkpoints.loading import ObservedWriter, fill, load
 
 CASES = Path(__file__).parents[2].parent / "shared" / "cases"
 BOUND_ELSEWHERE = ("89_", "91_")
@@ -62,6 +64,24 @@ def check_loads(path: Path, expected: dict[str, Any]) -> None:
         assert set(tensors) - ignorable == {wanted["name"] for wanted in expected["tensors"]}
     offsets = [at for group in loaded.plan.manifest.groups for at in group.offsets]
     assert not any(at % SLOT_ALIGNMENT for at in offsets)
+
+
+CHANGING = [script for script in SCRIPTS if "actions=" in script.read_text()]
+
+
+@pytest.mark.parametrize("script", CHANGING, ids=lambda script: script.stem)
+def test_case_whose_file_changes_meanwhile(script: Path, tmp_path: Path) -> None:
+    """Where a case overwrites a file during the load, the load fails: no mixture of both."""
+    (action,) = build(script, tmp_path)["actions"]
+
+    def overwrite() -> None:
+        (tmp_path / action["file"]).write_bytes((tmp_path / action["by"]).read_bytes())
+
+    with open_checkpoint(tmp_path) as checkpoint:
+        plan = plan_checkpoint(checkpoint.folder, None, checkpoint.path)
+        with pytest.raises(LoadFailed) as caught:
+            fill(plan, checkpoint.folder, wrap=lambda w: ObservedWriter(w, 1, overwrite))
+    assert caught.value.reason == "changed"
 
 
 def check_refused(path: Path, expected: dict[str, Any]) -> None:
