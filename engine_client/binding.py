@@ -33,6 +33,7 @@ class Binding:
 
     Attributes:
         tensors: the weights it is bound to.
+        prefix: what the stored names have in front of the module's.
         ignored: stored names that stayed unused (leftovers of old releases, or by pattern).
         copied: stored names of which the module got private copies: its buffers.
         guard: the write guard, if one was asked for.

@@ -38,7 +38,7 @@ class WriteGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, binding: Bound) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tensors = binding.tensors
+        self._binding = binding  # whose tensors change when the module moves to other weights
         self._is_active = True
 
     def start(self) -> None:
@@ -63,7 +63,7 @@ class WriteGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._is_active:
             for tensor in _written(func, args, kwargs):
-                name = self._tensors.name_of(tensor)
+                name = self._binding.tensors.name_of(tensor)
                 if name is not None:
                     raise UsageError(
                         f"{func} would write to {name!r}, which is shared with other engines and "
