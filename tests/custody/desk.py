@@ -212,11 +212,11 @@ class Desk:
         **key: Any,
     ) -> int:
         """An engine claims a key, writes and seals it: the set's id."""
-        self.claim(session, lease, **key)
+        self.claim(session, lease, checkpoint=checkpoint, **key)
         set_id = self.books.sessions[session].claims[lease]
         self.reserve(session, nbytes, dtype, claim=lease)
         self.created(set_id)
-        self.seal(session, checkpoint or key.get("checkpoint", ""), claim=lease)
+        self.seal(session, checkpoint, claim=lease)
         self.frozen(set_id)
         return set_id
 
