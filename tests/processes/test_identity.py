@@ -210,13 +210,13 @@ def test_mismatch_names_the_field(
     (field,) = demand
     expected = {field: {"wanted": wanted, "resident": resident}}
     with pytest.raises(Mismatch) as before_load:
-        client.acquire(Checkpoint(checkpoint), **demand)  # type: ignore[arg-type]
+        client.acquire(Checkpoint(checkpoint), **demand)  # type: ignore[call-overload]
     assert before_load.value.differing == expected
     eventually(lambda: shared_broker.status()["sets"] == [], 5, "the end of the load")
     client.acquire(Checkpoint(checkpoint, "line")).release()
     for weights in (Checkpoint(checkpoint), "line"):
         with pytest.raises(Mismatch, match=field) as caught:
-            client.acquire(weights, **demand)  # type: ignore[arg-type]
+            client.acquire(weights, **demand)  # type: ignore[call-overload]
         assert caught.value.differing == expected
         assert repr(wanted) in caught.value.sentence
 
@@ -243,7 +243,7 @@ def test_acquire_by_key(client: EngineClient, checkpoint: Path, tmp_path: Path) 
 def test_acquire_of_nothing(client: EngineClient) -> None:
     """Something that names no weights is refused with a sentence."""
     with pytest.raises(BadRequest, match="PosixPath"):
-        client.acquire(Path("/models/m"))  # type: ignore[arg-type]
+        client.acquire(Path("/models/m"))  # type: ignore[call-overload]
     for nothing in ("", "\n", "x" * 300):
         with pytest.raises(BadRequest, match="name"):
             client.acquire(nothing)
