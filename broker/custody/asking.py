@@ -19,9 +19,8 @@ from broker.custody.matching import generation_of, mismatch, unloadable
 from broker.custody.records import (
     Waiter,
     WeightSet,
-    content_of,
+    is_variant,
     line_of,
-    variant_of,
 )
 from broker.custody.states import IN_PROGRESS, RESIDENT, Trigger
 from broker.errors import (
@@ -280,10 +279,10 @@ class Asking(Ledger):
 
     def _is_claimed(self, record: WeightSet, key: WeightKey, demand: wire.Demand) -> bool:
         """Would writing `key` make a second copy of this set?"""
-        if key.checkpoint:
-            return content_of(key) in (content_of(record.key), content_of(record.asked))
-        if variant_of(key) not in (variant_of(record.key), variant_of(record.asked)):
+        if not (is_variant(key, record.key) or is_variant(key, record.asked)):
             return False
+        if key.checkpoint:
+            return key.checkpoint in (record.key.checkpoint, record.asked.checkpoint)
         if record.state in RESIDENT:
             return self._is_generation(record, demand)
         is_labelled = demand.generation in (None, record.label)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from msgspec.structs import replace
+
 from broker.custody.states import State
 from broker.errors import BrokerError
 from broker.weights import WeightKey
@@ -118,13 +120,18 @@ class Failure:
 def content_of(key: WeightKey) -> tuple[object, ...]:
     """Equal for two sets of equal bytes; the name is not part of it when the content is known."""
     name = "" if key.checkpoint else key.name
-    return (name, key.checkpoint, *variant_of(key))
+    return (name, key.checkpoint, *_variant(key))
 
 
 def line_of(key: WeightKey, name: str) -> Line:
-    return (name, *variant_of(key))
+    return (name, *_variant(key))
 
 
-def variant_of(key: WeightKey) -> tuple[object, ...]:
+def is_variant(wanted: WeightKey, key: WeightKey) -> bool:
+    """Do two keys differ in name and checkpoint at most? A dtype may be left open."""
+    return _variant(wanted) == _variant(key if wanted.dtype else replace(key, dtype=""))
+
+
+def _variant(key: WeightKey) -> tuple[object, ...]:
     layout = tuple(sorted(key.layout.items()))
     return (key.device, key.dtype, layout, key.format, key.quantization)
