@@ -196,39 +196,45 @@ def _check_metadata(value: object, file: str) -> None:
         )
 
 
-def _checked_entry(name: str, value: object, file: str) -> Entry:
+def _checked_entry(name: str, value: Any, file: str) -> Entry:
+    fault = _entry_fault(value)
+    if fault is None:
+        begin, end = value["data_offsets"]
+        return Entry(value["dtype"], tuple(value["shape"]), (begin, end))
+    reason, what = fault
+    sentence = f"tensor {quoted(name)} in {quoted(file)} {what}; {_FOREIGN}"
+    raise load_failed(reason, sentence, file=file, tensor=name)
+
+
+def _entry_fault(value: object) -> tuple[str, str] | None:
     """Each type is compared exactly: True is an int and 4.0 equals 4 in Python, not in a header."""
-    where = f"tensor {quoted(name)} in {quoted(file)}"
-
-    def bad(reason: str, what: str) -> Exception:
-        return load_failed(reason, f"{where} {what}; {_FOREIGN}", file=file, tensor=name)
-
     if not isinstance(value, dict):
-        raise bad("bad_entry", "has an entry that is not an object")
-    missing = [field for field in _FIELDS if field not in value]
-    if missing:
-        raise bad("bad_entry", f"has no {missing[0]}")
-    if len(value) > len(_FIELDS) and not _is_shallow(value, _DEEPEST):
-        raise bad("bad_json", "is nested too deeply")
-    dtype, shape, offsets = (value[field] for field in _FIELDS)
-    if type(dtype) is not str:
-        raise bad("bad_entry", "has a dtype that is not a string")
-    if not isinstance(shape, list) or any(type(n) is not int for n in shape):
-        raise bad("bad_shape", "has a shape that is not a list of integers")
-    if (
-        not isinstance(offsets, list)
-        or len(offsets) != 2
-        or any(type(n) is not int for n in offsets)
-    ):
-        raise bad("bad_entry", "has data_offsets that are not two integers")
-    return Entry(dtype, tuple(shape), (offsets[0], offsets[1]))
+        return "bad_entry", "has an entry that is not an object"
+    for field in _FIELDS:
+        if field not in value:
+            return "bad_entry", f"has no {field}"
+    if len(value) > len(_FIELDS) and not _extras_are_shallow(value):
+        return "bad_json", "is nested too deeply"
+    shape, offsets = value["shape"], value["data_offsets"]
+    if type(value["dtype"]) is not str:
+        return "bad_entry", "has a dtype that is not a string"
+    if type(shape) is not list or not _INT_ONLY.issuperset(map(type, shape)):
+        return "bad_shape", "has a shape that is not a list of integers"
+    if type(offsets) is not list or [type(n) for n in offsets] != [int, int]:
+        return "bad_entry", "has data_offsets that are not two integers"
+    return None
+
+
+_INT_ONLY = frozenset([int])
+
+
+def _extras_are_shallow(entry: dict[str, object]) -> bool:
+    return all(_is_shallow(entry[key], _DEEPEST) for key in entry.keys() - _FIELDS)
 
 
 def _is_shallow(value: object, levels: int) -> bool:
     if isinstance(value, dict):
-        inner = list(value.values())
-    elif isinstance(value, list):
-        inner = value
-    else:
+        value = list(value.values())
+    elif not isinstance(value, list):
         return True
-    return levels > 0 and all(_is_shallow(item, levels - 1) for item in inner)
+    return levels > 0 and all(_is_shallow(item, levels - 1) for item in value)

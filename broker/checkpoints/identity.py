@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -62,15 +63,10 @@ def content_identity(rows: Iterable[Row], ties: Iterable[Iterable[tuple[str, int
 
     `ties` are the groups of names that share a storage, each name with its offset in it.
     """
-    ordered = sorted(rows, key=_by_name)
+    ordered = sorted(rows, key=itemgetter(0))
     groups = sorted(sorted(group) for group in ties)
     digest = blake3(_encode((_IDENTITY_VERSION, ordered, groups)))
     return f"blake3:{digest.hexdigest()}"
-
-
-def _by_name(row: Row) -> str:
-    name: str = row[0]
-    return name
 
 
 def slab_identity(manifest: Manifest, memory: memoryview) -> str:

@@ -72,10 +72,10 @@ def read_small_file(descriptor: int, name: str, limit: int, reason: str) -> byte
     """
     try:
         size = os.fstat(descriptor).st_size
-        data = os.pread(descriptor, min(size, limit) + 1, 0)
+        data = os.pread(descriptor, size, 0) if size <= limit else b""
     except OSError as error:
         raise system_refused(error, name, "reading") from error
-    if len(data) > limit:
+    if size > limit:
         raise load_failed(
             reason, f"{quoted(name)} has {size} bytes, too many for such a file", file=name
         )

@@ -1,4 +1,4 @@
-"""The safetensors library reads each header too, before a byte is copied.
+"""The safetensors library reads the headers too, before a byte is copied.
 
 Our own reader is the stricter one (tests/checkpoints/test_against_library.py), so this refuses
 nothing today; it is there for the day the format changes and for a mistake of ours. The only module
