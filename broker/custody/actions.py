@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from broker.custody.records import KeptLease, KeptSet
 from broker.errors import BrokerError
 from broker.wire import Event, Source
 
@@ -94,6 +95,26 @@ class FreeSlab:
 
 
 @dataclass(frozen=True)
+class KeepSet:
+    """What a successor needs to know of a resident set. Before any reply that depends on it."""
+
+    record: KeptSet
+
+
+@dataclass(frozen=True)
+class KeepLease:
+    """A lease for a successor to know. Before its grant."""
+
+    record: KeptLease
+
+
+@dataclass(frozen=True)
+class DropLease:
+    session: int
+    lease: str
+
+
+@dataclass(frozen=True)
 class Log:
     """A life-cycle event for the log; the same ids as in `status`."""
 
@@ -111,5 +132,8 @@ Action: TypeAlias = (
     | CreateSlab
     | FreezeSlab
     | FreeSlab
+    | KeepSet
+    | KeepLease
+    | DropLease
     | Log
 )

@@ -10,6 +10,7 @@ import msgspec
 from broker import wire
 from broker.custody.actions import (
     Action,
+    KeepLease,
     StartLoader,
     StartShipped,
     Tell,
@@ -17,6 +18,7 @@ from broker.custody.actions import (
 from broker.custody.ledger import Ledger
 from broker.custody.matching import generation_of, mismatch, unloadable
 from broker.custody.records import (
+    KeptLease,
     Waiter,
     WeightSet,
     is_variant,
@@ -46,10 +48,23 @@ class Asking(Ledger):
             NotFound: no source, and nothing resident fits.
             Mismatch: it fits by name or files, but has not what is demanded.
         """
+        if self._is_repeated(session, ticket, request.lease):
+            return self._take()
         self._check_lease(session, request.lease)
         self._check_demand(request.demand)
         self._ask(Waiter(ticket, session, request.lease, request.demand, request.source))
         return self._take()
+
+    def _is_repeated(self, session: int, ticket: int, lease: str) -> bool:
+        """Answer a request that an earlier server granted, if the engine may not know that."""
+        record = self.sessions[session]
+        if lease not in record.restored or lease not in record.leases:
+            return False
+        held = self.sets[record.leases[lease]]
+        demand = wire.Demand(device=held.key.device, name=next(iter(held.names), None))
+        waiter = Waiter(ticket, session, lease, demand)
+        self._reply(ticket, self._granted(held, waiter, "resident"))
+        return True
 
     def _check_demand(self, demand: wire.Demand) -> None:
         self._check_device(demand.device)
@@ -188,6 +203,8 @@ class Asking(Ledger):
         key = request.key
         if not key.name and not key.checkpoint:
             raise BadRequest("claim needs a name or a checkpoint's identity in its key")
+        if self._is_repeated(session, ticket, request.lease):
+            return self._take()
         self._check_lease(session, request.lease)
         demand = wire.Demand(
             device=key.device,
@@ -240,6 +257,8 @@ class Asking(Ledger):
         key = request.key
         if not key.name and not key.checkpoint:
             raise BadRequest("load needs a name or a checkpoint's identity in its key")
+        if self._is_repeated(session, ticket, request.lease):
+            return self._take()
         self._check_lease(session, request.lease)
         demand = wire.Demand(
             device=key.device, name=key.name or None, checkpoint=key.checkpoint or None
@@ -341,6 +360,9 @@ class Asking(Ledger):
         self._move(record, Trigger.ASK)
         record.leases.add((waiter.session, waiter.lease))
         record.used = next(self._clock)
+        if self._keeping:
+            kept = KeptLease(waiter.session, waiter.lease, record.id)
+            self._kept_leases.append(KeepLease(kept))
         self.sessions[waiter.session].leases[waiter.lease] = record.id
         self.counters["leases_granted"] += 1
 

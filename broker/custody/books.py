@@ -14,8 +14,8 @@ from broker.custody.records import (
     Failure,
     WeightSet,
 )
+from broker.custody.restoring import Restoring
 from broker.custody.states import IN_PROGRESS, State, Trigger
-from broker.custody.writing import Writing
 from broker.errors import (
     BadRequest,
     BrokerError,
@@ -25,8 +25,8 @@ from broker.errors import (
 )
 
 
-class Books(Writing):
-    """All of it: `Asking`, `Writing`, and here sessions and giving back."""
+class Books(Restoring):
+    """All of it: `Asking`, `Writing`, `Restoring`, and here sessions and giving back."""
 
     def end_session(self, session: int, cause: BrokerError) -> list[Action]:
         """The process behind a session is gone: its leases, claims and requests end now.
@@ -116,6 +116,7 @@ class Books(Writing):
         meant = self._meant(request.set)
         for record in meant:
             record.pinned = True
+            self._touch(record)
             if record.state is State.DRAINING:
                 self._move(record, Trigger.ASK)
         self._reply(ticket, wire.Pinned([record.id for record in meant]))
@@ -130,6 +131,7 @@ class Books(Writing):
         meant = self._meant(request.set)
         for record in meant:
             record.pinned = False
+            self._touch(record)
             if record.superseded and record.state is State.SEALED:
                 self._retire(record)
         self._reply(ticket, wire.Pinned([record.id for record in meant]))

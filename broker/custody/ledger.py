@@ -11,7 +11,9 @@ import msgspec
 from broker import wire
 from broker.custody.actions import (
     Action,
+    DropLease,
     FreeSlab,
+    KeepSet,
     Log,
     Notify,
     Reply,
@@ -24,9 +26,10 @@ from broker.custody.records import (
     SessionRecord,
     Waiter,
     WeightSet,
+    kept_set,
     line_of,
 )
-from broker.custody.states import TABLE, WITH_MEMORY, State, Trigger
+from broker.custody.states import RESIDENT, TABLE, WITH_MEMORY, State, Trigger
 from broker.errors import (
     BadRequest,
     BrokerError,
@@ -46,9 +49,12 @@ class Ledger:
     Args:
         budgets: the devices this broker serves, by UUID.
         epoch: changes with every start of the broker; travels with each grant.
+        keeping: say with `KeepSet`, `KeepLease`, `DropLease` what a successor needs to know.
     """
 
-    def __init__(self, budgets: Mapping[str, Budget], epoch: str = "") -> None:
+    def __init__(
+        self, budgets: Mapping[str, Budget], epoch: str = "", *, keeping: bool = False
+    ) -> None:
         self.epoch = epoch
         self.budgets = dict(budgets)
         self.sets: dict[int, WeightSet] = {}
@@ -61,6 +67,9 @@ class Ledger:
         self._session_ids = itertools.count(1)
         self._clock = itertools.count(1)
         self._ended: dict[int, str] = {}
+        self._keeping = keeping
+        self._changed: set[int] = set()
+        self._kept_leases: list[Action] = []
         self._actions: list[Action] = []
 
     def files(self) -> Mapping[tuple[str, FileIdentity], int]:
@@ -79,7 +88,19 @@ class Ledger:
 
     def _take(self) -> list[Action]:
         actions, self._actions = self._actions, []
-        return actions
+        if not self._keeping:
+            return actions
+        changed, self._changed = sorted(self._changed), set()
+        leases, self._kept_leases = self._kept_leases, []
+        resident = (self.sets[set_id] for set_id in changed if set_id in self.sets)
+        kept: list[Action] = [
+            KeepSet(kept_set(record)) for record in resident if record.state in RESIDENT
+        ]
+        return kept + leases + actions
+
+    def _touch(self, record: WeightSet) -> None:
+        """What a successor needs to know of the set has changed."""
+        self._changed.add(record.id)
 
     def _reply(self, ticket: int, body: msgspec.Struct | BrokerError) -> None:
         self._actions.append(Reply(ticket, body))
@@ -113,6 +134,8 @@ class Ledger:
         following = TABLE[record.state].get(trigger)
         if following is None:
             raise Busy(f"set {record.id} is {record.state.value}: {trigger.value} is not possible")
+        if record.state is not following:
+            self._touch(record)
         record.state = following
 
     def _check_lease(self, session: int, lease: str) -> None:
@@ -152,6 +175,7 @@ class Ledger:
         if previous is not None:
             self.sets[previous].identities.remove(identity)
         record.identities.append(identity)
+        self._touch(record)
         self._by_files[record.key.device, identity] = record.id
         if len(record.identities) > MAX_IDENTITIES:
             del self._by_files[record.key.device, record.identities.pop(0)]
@@ -203,6 +227,8 @@ class Ledger:
 
     def _end_lease(self, record: WeightSet, session: int, lease: str) -> None:
         record.leases.discard((session, lease))
+        if self._keeping:
+            self._actions.append(DropLease(session, lease))
         record.used = next(self._clock)
         self._log("lease-ended", set=record.id, session=session)
         if record.leases:
@@ -238,6 +264,8 @@ class Ledger:
         else:
             record.generations[line] = self._free_label(line, label)
         generations.append(record.id)
+        record.places[line] = next(self._clock)
+        self._touch(record)
         record.superseded = False
         self._announce("new-generation", [name], generation=record.generations[line], set=record.id)
         for older in [self.sets[set_id] for set_id in generations[:-1]]:
@@ -248,9 +276,12 @@ class Ledger:
         if wanted is None or self._labelled(line, wanted) is not None:
             self._numbers[line] += 1
             return str(self._numbers[line])
-        if wanted.isdecimal() and len(wanted) <= MAX_NUMBER_DIGITS:
-            self._numbers[line] = max(self._numbers[line], int(wanted))
+        self._note_number(line, wanted)
         return wanted
+
+    def _note_number(self, line: Line, label: str) -> None:
+        if label.isdecimal() and len(label) <= MAX_NUMBER_DIGITS:
+            self._numbers[line] = max(self._numbers[line], int(label))
 
     def _labelled(self, line: Line, label: str) -> WeightSet | None:
         """The generation of a line that has this label."""
@@ -261,6 +292,7 @@ class Ledger:
         if any(self._lines[line][-1] == older.id for line in older.generations):
             return  # the newest of another name
         older.superseded = True
+        self._touch(older)
         self._remember_end(older, f"it was superseded by a newer generation of {name!r}")
         if older.state is State.SEALED and not older.pinned:
             self._log("set-superseded", set=older.id, by=newer.id, name=name)

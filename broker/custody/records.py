@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import msgspec
 from msgspec.structs import replace
 
 from broker.custody.states import State
@@ -86,6 +87,8 @@ class WeightSet:
     identities: list[FileIdentity] = field(default_factory=list)
     generations: dict[Line, str] = field(default_factory=dict)
     """The label this set has in each line it belongs to."""
+    places: dict[Line, int] = field(default_factory=dict)
+    """When it became the newest of each line, in logical time."""
 
     def __post_init__(self) -> None:
         self.asked = self.key
@@ -93,6 +96,30 @@ class WeightSet:
     @property
     def names(self) -> list[str]:
         return sorted({str(line[0]) for line in self.generations})
+
+
+class KeptSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A resident set as a successor of this server needs it. `lines`: name → label and place."""
+
+    id: int
+    key: WeightKey
+    is_draining: bool
+    nbytes: int
+    tensors: int
+    pinned: bool
+    superseded: bool
+    loaded_by_broker: bool
+    source: Source | None
+    identities: list[list[FileStamp]]
+    lines: dict[str, tuple[str, int]]
+
+
+class KeptLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A lease as a successor needs it."""
+
+    session: int
+    lease: str
+    set: int
 
 
 @dataclass
@@ -105,6 +132,8 @@ class SessionRecord:
     """Names whose events it wants; "" for all."""
     leases: dict[str, int] = field(default_factory=dict)
     claims: dict[str, int] = field(default_factory=dict)
+    restored: set[str] = field(default_factory=set)
+    """Leases an earlier server granted: the engine may not have seen it, and ask again."""
     waiting: dict[str, int] = field(default_factory=dict)
     """Lease id → the ticket of the request that waits for it."""
 
@@ -135,3 +164,23 @@ def is_variant(wanted: WeightKey, key: WeightKey) -> bool:
 def _variant(key: WeightKey) -> tuple[object, ...]:
     layout = tuple(sorted(key.layout.items()))
     return (key.device, key.dtype, layout, key.format, key.quantization)
+
+
+def kept_set(record: WeightSet) -> KeptSet:
+    """What a successor needs to know of a resident set."""
+    return KeptSet(
+        id=record.id,
+        key=record.key,
+        is_draining=record.state is State.DRAINING,
+        nbytes=record.nbytes,
+        tensors=record.tensors,
+        pinned=record.pinned,
+        superseded=record.superseded,
+        loaded_by_broker=record.loaded_by_broker,
+        source=record.source,
+        identities=[list(identity) for identity in record.identities],
+        lines={
+            str(line[0]): (label, record.places.get(line, 0))
+            for line, label in record.generations.items()
+        },
+    )

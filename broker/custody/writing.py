@@ -168,6 +168,9 @@ class Writing(Asking):
         Raises:
             BadRequest: no such claim, or nothing has been reserved.
         """
+        if request.claim in self.sessions[session].restored and request.keep:
+            self._repeat_seal(session, ticket, request.claim)
+            return self._take()
         record = self._claimed_by(session, request.claim)
         if record.state is not State.WRITING:
             raise BadRequest(f"set {record.id} is {record.state.value}: there is nothing to seal")
@@ -184,6 +187,16 @@ class Writing(Asking):
         record.key = msgspec.structs.replace(record.key, checkpoint=request.checkpoint)
         self._actions.append(FreezeSlab(record.id, record.key.device))
         return self._take()
+
+    def _repeat_seal(self, session: int, ticket: int, lease: str) -> None:
+        """An earlier server sealed it and gave the lease; the engine may not know that."""
+        held = self.sets.get(self.sessions[session].leases.get(lease, 0))
+        if held is None:
+            raise BadRequest(f"this session holds no lease {lease!r}: it ended")
+        demand = wire.Demand(device=held.key.device, name=next(iter(held.names), None))
+        granted = self._granted(held, Waiter(ticket, session, lease, demand), "published")
+        body = wire.Sealed(held.id, held.key.checkpoint, granted.generation, False, granted)
+        self._reply(ticket, body)
 
     def _check_checkpoint(self, record: WeightSet, checkpoint: str) -> None:
         if record.key.checkpoint not in ("", checkpoint):

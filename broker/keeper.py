@@ -1,0 +1,236 @@
+"""The keeper: the small, dull process that outlives the server.
+
+It holds the lock, the listening sockets, and whatever the server hands it: the engines' sessions,
+slabs, manifests, records of sets and leases. It understands none of it. It starts the server, and
+when that dies (libzmq aborts a process that runs out of descriptors) it starts the next one and
+hands everything over: engines keep computing, their sessions see no end-of-file, their leases stay.
+
+Imports neither zmq nor msgspec nor torch, decodes nothing, and has no other thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from broker.link import Item, link_pair, receive_item, send_item
+from broker.rundir import BrokerPaths, NameLock, create_listener, remove_socket
+
+log = logging.getLogger("weight-broker")
+
+STEADY_SECONDS = 10.0
+"""A server that lived this long did not die of its start."""
+FIRST_DELAY_SECONDS = 0.05
+LONGEST_DELAY_SECONDS = 10.0
+STOP_SECONDS = 15.0
+"""How long a server that is told to stop may take before it is killed."""
+EXIT_RESTART = 75
+"""A server that ends with this wants a successor (`weight-broker upgrade`)."""
+
+Kept = dict[tuple[str, str], Item]
+
+
+class Keeper:
+    """Holds a broker's name, and everything its servers must not lose.
+
+    Args:
+        paths: where to listen.
+        command: how to start a server; the descriptors of link, ROUTER listener and session
+            listener are appended.
+
+    Raises:
+        Busy: a broker of this name is running.
+        BadRequest: a socket cannot be made; nothing is left behind.
+    """
+
+    def __init__(self, paths: BrokerPaths, command: list[str]) -> None:
+        self._paths = paths
+        self._command = command
+        self._kept: Kept = {}
+        self._listeners: list[socket.socket] = []
+        self._bound: list[Path] = []
+        self._server: subprocess.Popen[bytes] | None = None
+        self._stopping = False
+        self._deaths = 0
+        self.restarts = 0
+        self._signals = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = NameLock(paths)
+        self._lock.acquire()
+        try:
+            self._listen(paths.zmq, socket.SOCK_STREAM)
+            self._listen(paths.session, socket.SOCK_SEQPACKET)
+        except BaseException:
+            self._close()
+            raise
+
+    def _listen(self, path: Path, kind: socket.SocketKind) -> None:
+        self._listeners.append(create_listener(path, kind))
+        self._bound.append(path)
+
+    def stop_on_signals(self) -> None:
+        """SIGTERM and SIGINT end server and keeper in order. Only from the main thread."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, _number: int, _frame: object) -> None:
+        self._stopping = True
+        os.eventfd_write(self._signals, 1)
+
+    def run(self, on_ready: Callable[[], None] | None = None) -> int:
+        """Keep a server running until one ends in order; its exit code.
+
+        Args:
+            on_ready: called when the first server answers requests.
+        """
+        code = 0
+        try:
+            while True:
+                started = time.monotonic()
+                code, was_ready = self._run_server(on_ready)
+                if was_ready:
+                    on_ready = None
+                if self._is_over(code, on_ready):
+                    return code
+                self._before_restart(code, time.monotonic() - started)
+        finally:
+            self._close()
+
+    def _is_over(self, code: int, on_ready: Callable[[], None] | None) -> bool:
+        """A server that ended in order, was told to, or never came up at the very start."""
+        if self._stopping or code == 0:
+            return True
+        return on_ready is not None and self.restarts == 0
+
+    def _before_restart(self, code: int, lived: float) -> None:
+        self.restarts += 1
+        if code == EXIT_RESTART:
+            log.info("server-replaced kept=%d", len(self._kept))
+            return
+        self._deaths = 1 if lived > STEADY_SECONDS else self._deaths + 1
+        delay = 0.0
+        if self._deaths > 1:
+            delay = min(FIRST_DELAY_SECONDS * 2 ** (self._deaths - 2), LONGEST_DELAY_SECONDS)
+        log.error(
+            "server-died exit=%d lived=%.1f deaths-in-a-row=%d next-start-in=%.2f kept=%d",
+            code,
+            lived,
+            self._deaths,
+            delay,
+            len(self._kept),
+        )
+        if delay:
+            select.select([self._signals], [], [], delay)
+
+    # --- one server -----------------------------------------------------------------------
+
+    def _run_server(self, on_ready: Callable[[], None] | None) -> tuple[int, bool]:
+        """Start a server, hand over, and serve it until it ends: exit code, and was it ready?"""
+        if self._stopping:
+            return 0, False
+        ours, theirs = link_pair()
+        with ours:
+            passed = (theirs.fileno(), *(listener.fileno() for listener in self._listeners))
+            with theirs:
+                self._server = subprocess.Popen(
+                    [*self._command, str(self.restarts), *map(str, passed)],
+                    pass_fds=passed,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # a Ctrl-C in the terminal is ours to handle
+                )
+            was_ready = self._serve(ours, on_ready)
+        return self._reap(self._server), was_ready
+
+    def _serve(self, link: socket.socket, on_ready: Callable[[], None] | None) -> bool:
+        """Take what the server sends until its end of the link is closed."""
+        was_ready = False
+        with contextlib.suppress(OSError):  # it died while we handed over: end-of-file follows
+            self._hand_over(link)
+        while True:
+            readable, _, _ = select.select([link.fileno(), self._signals], [], [])
+            if self._signals in readable:
+                os.eventfd_read(self._signals)
+                self._tell_to_stop()
+            if link.fileno() not in readable:
+                continue
+            try:
+                item = receive_item(link)
+            except OSError as error:
+                log.error("keeper-link-failed cause=%r", str(error))  # noqa: TRY400 - an event
+                return was_ready
+            if item is None:
+                return was_ready
+            if item.verb == "ready":
+                was_ready = True
+                if on_ready is not None:
+                    on_ready()
+                    on_ready = None
+            else:
+                self._take(item)
+
+    def _hand_over(self, link: socket.socket) -> None:
+        for (kind, key), item in list(self._kept.items()):
+            send_item(link, "item", kind, key, item.record, item.descriptors)
+        send_item(link, "end")
+
+    def _take(self, item: Item) -> None:
+        name = (item.kind, item.key)
+        if item.verb == "note" and name in self._kept:
+            self._kept[name].record = item.record
+            _close_all(item.descriptors)
+            return
+        previous = self._kept.pop(name, None)
+        if previous is not None:
+            _close_all(previous.descriptors)
+        if item.verb in ("keep", "note"):
+            self._kept[name] = item
+
+    def _tell_to_stop(self) -> None:
+        if self._server is not None and self._server.poll() is None:
+            self._server.terminate()
+
+    def _reap(self, server: subprocess.Popen[bytes]) -> int:
+        """Its exit code. It has closed its link, so it is ending, or is made to."""
+        try:
+            code = server.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            code = server.wait()
+        self._server = None
+        self._reap_orphans()
+        return code
+
+    def _reap_orphans(self) -> None:
+        """As the first process of a container we inherit what a dead server had started."""
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                continue
+
+    def _close(self) -> None:
+        for item in self._kept.values():
+            _close_all(item.descriptors)
+        self._kept.clear()
+        for listener in self._listeners:
+            listener.close()
+        while self._bound:
+            remove_socket(self._bound.pop())
+        self._lock.release()
+        os.close(self._signals)
+
+
+def server_command(options: list[str]) -> list[str]:
+    """How the keeper starts a server with these options of `serve`."""
+    return [sys.executable, "-m", "broker.server_process", *options]
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,129 @@
+"""The line between keeper and server: items with descriptors, over a socket pair.
+
+A packet is `verb kind key` and a newline, then the item's record, which only the server reads.
+
+    server → keeper   keep    remember this item (replacing it) with the descriptors beside it
+                      note    replace an item's record, its descriptors stay
+                      drop    forget an item and close its descriptors
+                      ready   the server answers requests from now on
+    keeper → server   item    something an earlier server had kept
+                      end     that was all
+
+One-way: a packet that was sent is in the keeper's queue, whatever becomes of the sender. So what
+must outlive the server is recorded by sending it, before anybody is told of it.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+MAX_DESCRIPTORS = 4
+QUEUE_BYTES = 4 << 20
+"""Room for what a server records while the keeper is closing memory."""
+INLINE_BYTES = 32 * 1024
+"""A larger record travels and is kept as a memfd: a packet has to fit into the queue."""
+FULL_SECONDS = 5.0
+_SPILLED = b"+"
+
+
+@dataclass
+class Item:
+    """A packet taken apart; the receiver owns the descriptors."""
+
+    verb: str
+    kind: str
+    key: str
+    record: bytes = b""
+    descriptors: list[int] = field(default_factory=list)
+
+
+def link_pair() -> tuple[socket.socket, socket.socket]:
+    """Keeper's and server's end."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in (ours, theirs):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, QUEUE_BYTES)
+    return ours, theirs
+
+
+def send_item(
+    link: socket.socket,
+    verb: str,
+    kind: str = "-",
+    key: str = "-",
+    record: bytes = b"",
+    descriptors: Sequence[int] = (),
+) -> None:
+    """Send a packet; descriptors are borrowed. Waits up to `FULL_SECONDS` for room.
+
+    Raises:
+        TimeoutError: the other end has not read for so long.
+        OSError: it is gone.
+    """
+    packet = f"{verb} {kind} {key}\n".encode() + record
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors).tobytes())
+    while not _try_send(link, packet, [rights] if descriptors else []):
+        _, writable, _ = select.select([], [link.fileno()], [], FULL_SECONDS)
+        if not writable:
+            raise TimeoutError("the other end of the link does not read")
+
+
+def _try_send(link: socket.socket, packet: bytes, ancillary: list[tuple[int, int, bytes]]) -> bool:
+    try:
+        link.sendmsg([packet], ancillary, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def receive_item(link: socket.socket) -> Item | None:
+    """The next packet, or None at end-of-file. Blocks if the socket does.
+
+    Raises:
+        OSError: as `recvmsg`; also if descriptors did not fit (this process has too many open).
+    """
+    room = socket.CMSG_SPACE(MAX_DESCRIPTORS * struct.calcsize("i"))
+    packet, ancillary, flags, _ = link.recvmsg(2 * INLINE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i")
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise OSError("a packet of the link arrived cut: too many descriptors are open")
+    if not packet:
+        return None
+    head, _, record = packet.partition(b"\n")
+    verb, kind_, key = head.decode().split(" ", 2)
+    return Item(verb, kind_, key, record, list(descriptors))
+
+
+def pack_record(record: bytes, descriptors: Sequence[int]) -> tuple[bytes, list[int], int | None]:
+    """The record as it travels, the descriptors, and one of those to close after sending.
+
+    A large record becomes a memfd behind the others.
+    """
+    if len(record) <= INLINE_BYTES:
+        return record, list(descriptors), None
+    spill = os.memfd_create("weight-broker-record", os.MFD_CLOEXEC)
+    view = memoryview(record)
+    while view:
+        view = view[os.write(spill, view) :]
+    return _SPILLED, [*descriptors, spill], spill
+
+
+def unpack_record(item: Item) -> bytes:
+    """The record of a received item; takes a memfd of a large one away."""
+    if item.record != _SPILLED:
+        return item.record
+    spill = item.descriptors.pop()
+    try:
+        return os.pread(spill, os.fstat(spill).st_size, 0)
+    finally:
+        os.close(spill)
