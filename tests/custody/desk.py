@@ -212,7 +212,7 @@ class Desk:
         **key: Any,
     ) -> int:
         """An engine claims a key, writes and seals it: the set's id."""
-        self.claim(session, lease, checkpoint=checkpoint, **key)
+        self.claim(session, lease, checkpoint=checkpoint, dtype=dtype, **key)
         set_id = self.books.sessions[session].claims[lease]
         self.reserve(session, nbytes, dtype, claim=lease)
         self.created(set_id)
