@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from broker.platform import check_ipc_platform_support as check_ipc_platform_support
     from broker.quantization import check_ipc_quant_support as check_ipc_quant_support
     from broker.quantization import register_ipc_quantization as register_ipc_quantization
-    from broker.server import Broker as Broker
+    from broker.service import Broker as Broker
 
 _HOMES = {
-    "Broker": "broker.server",
+    "Broker": "broker.service",
     "BrokerConfig": "broker.config",
     "UnsupportedPlatformForIPCError": "broker.errors",
     "UnsupportedQuantForIPCError": "broker.errors",

@@ -6,9 +6,9 @@ Exit codes are those of the error classes (errors.py) and documented in README.m
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import resource
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -114,9 +114,10 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from broker.server import Broker  # zmq is for the one command that serves
+    from broker.logs import log_to_stderr
+    from broker.service import Broker
 
-    _log_to_stderr()
+    log_to_stderr()
     _raise_descriptor_limit()
     config = BrokerConfig(
         name=options.name,
@@ -129,25 +130,17 @@ def _serve(options: argparse.Namespace) -> int:
     )
     broker = Broker(config)
     broker.stop_on_signals()
-
-    def ready() -> None:
-        print(
-            f"weight-broker ready: name={config.name} device={','.join(broker.devices)} "
-            f"platform={broker.platform} socket={broker.paths.zmq} pid={os.getpid()}",
-            flush=True,
-        )
-        notify("READY=1")
-
-    broker.run(ready)
-    return 0
+    code = broker.run(_ready)
+    # An impatient second signal must not make a failure of an orderly end: Python would restore the
+    # default action, which kills, before it exits.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    return code
 
 
-def _log_to_stderr() -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger = logging.getLogger("weight-broker")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+def _ready(line: str) -> None:
+    print(line, flush=True)
+    notify("READY=1")
 
 
 def _raise_descriptor_limit() -> None:

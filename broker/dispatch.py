@@ -27,7 +27,7 @@ from broker.requests import Ticket, answer
 from broker.store import check_manifest
 
 if TYPE_CHECKING:
-    from broker.server import Broker
+    from broker.server import Server
 
 log = logging.getLogger("weight-broker")
 
@@ -38,7 +38,7 @@ REPORT_SECONDS = 0.25
 class Dispatcher:
     """Decodes requests and answers them; knows which conversation belongs to which session."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Server) -> None:
         self._broker = broker
         self._session_of: dict[bytes, int] = {}
         self._routing_of: dict[int, bytes] = {}
@@ -128,9 +128,13 @@ class Dispatcher:
             case wire.Unpin():
                 return books.unpin(ticket.number, message)
             case wire.Watch():
-                return books.watch(session, ticket.number, message)
+                actions = books.watch(session, ticket.number, message)
+                self._broker.note_session(session)
+                return actions
             case wire.Unwatch():
-                return books.unwatch(session, ticket.number, message)
+                actions = books.unwatch(session, ticket.number, message)
+                self._broker.note_session(session)
+                return actions
         raise InternalError(f"the operation {ticket.operation} is not handled")
 
     def _answer(self, ticket: Ticket, body: msgspec.Struct) -> list[Action]:
@@ -164,6 +168,7 @@ class Dispatcher:
                 if self._session_of.get(ticket.routing, session) != session:
                     raise BadRequest("hello: this conversation belongs to another session already")
                 peer.label = message.label[: wire.MAX_NAME_BYTES]
+                broker.note_session(session)
                 self.untie(session)
                 self._session_of[ticket.routing] = session
                 self._routing_of[session] = ticket.routing

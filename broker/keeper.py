@@ -61,6 +61,7 @@ class Keeper:
         self._server: subprocess.Popen[bytes] | None = None
         self._stopping = False
         self._deaths = 0
+        self._came_up = False
         self.restarts = 0
         self._signals = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = NameLock(paths)
@@ -85,30 +86,25 @@ class Keeper:
         self._stopping = True
         os.eventfd_write(self._signals, 1)
 
-    def run(self, on_ready: Callable[[], None] | None = None) -> int:
+    def run(self, on_ready: Callable[[str], None] | None = None) -> int:
         """Keep a server running until one ends in order; its exit code.
 
         Args:
-            on_ready: called when the first server answers requests.
+            on_ready: called with its line when the first server answers requests.
         """
-        code = 0
         try:
             while True:
                 started = time.monotonic()
-                code, was_ready = self._run_server(on_ready)
-                if was_ready:
-                    on_ready = None
-                if self._is_over(code, on_ready):
+                code = self._run_server(on_ready)
+                if self._is_over(code):
                     return code
                 self._before_restart(code, time.monotonic() - started)
         finally:
             self._close()
 
-    def _is_over(self, code: int, on_ready: Callable[[], None] | None) -> bool:
+    def _is_over(self, code: int) -> bool:
         """A server that ended in order, was told to, or never came up at the very start."""
-        if self._stopping or code == 0:
-            return True
-        return on_ready is not None and self.restarts == 0
+        return self._stopping or code == 0 or not self._came_up
 
     def _before_restart(self, code: int, lived: float) -> None:
         self.restarts += 1
@@ -132,10 +128,10 @@ class Keeper:
 
     # --- one server -----------------------------------------------------------------------
 
-    def _run_server(self, on_ready: Callable[[], None] | None) -> tuple[int, bool]:
-        """Start a server, hand over, and serve it until it ends: exit code, and was it ready?"""
+    def _run_server(self, on_ready: Callable[[str], None] | None) -> int:
+        """Start a server, hand over, and serve it until it ends: its exit code."""
         if self._stopping:
-            return 0, False
+            return 0
         ours, theirs = link_pair()
         with ours:
             passed = (theirs.fileno(), *(listener.fileno() for listener in self._listeners))
@@ -146,12 +142,11 @@ class Keeper:
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,  # a Ctrl-C in the terminal is ours to handle
                 )
-            was_ready = self._serve(ours, on_ready)
-        return self._reap(self._server), was_ready
+            self._serve(ours, on_ready)
+        return self._reap(self._server)
 
-    def _serve(self, link: socket.socket, on_ready: Callable[[], None] | None) -> bool:
+    def _serve(self, link: socket.socket, on_ready: Callable[[str], None] | None) -> None:
         """Take what the server sends until its end of the link is closed."""
-        was_ready = False
         with contextlib.suppress(OSError):  # it died while we handed over: end-of-file follows
             self._hand_over(link)
         while True:
@@ -165,14 +160,13 @@ class Keeper:
                 item = receive_item(link)
             except OSError as error:
                 log.error("keeper-link-failed cause=%r", str(error))  # noqa: TRY400 - an event
-                return was_ready
+                return
             if item is None:
-                return was_ready
+                return
             if item.verb == "ready":
-                was_ready = True
-                if on_ready is not None:
-                    on_ready()
-                    on_ready = None
+                if on_ready is not None and not self._came_up:
+                    on_ready(item.record.decode())
+                self._came_up = True
             else:
                 self._take(item)
 

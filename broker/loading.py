@@ -12,7 +12,7 @@ from broker.errors import InternalError, LoadFailed
 from broker.loaders import CheckpointWork, Job, LoaderProcess, ShippedWork, Spawned, spawn
 
 if TYPE_CHECKING:
-    from broker.server import Broker
+    from broker.server import Server
 
 log = logging.getLogger("weight-broker")
 
@@ -23,7 +23,7 @@ STOP_SECONDS = 2.0
 class Loading:
     """All loader processes of a broker. All methods belong to the loop's thread."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Server) -> None:
         self._broker = broker
         self._processes: dict[int, LoaderProcess] = {}
         self._unwanted: set[int] = set()

@@ -1,4 +1,4 @@
-"""The broker: one loop that ties conversation, sessions, books, store and loaders together.
+"""The server: one loop that ties conversation, sessions, books, store and loaders together.
 
 Decisions are the books'; this file only carries them out. Nothing here blocks: whatever may take
 long goes to a helper thread (device memory, starting a process) or a loader process (everything
@@ -14,19 +14,22 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from broker import wire
-from broker.checkpoints.files import open_checkpoint
 from broker.config import BrokerConfig, memory_limit_bytes
 from broker.conversation import RETRY_SECONDS, Conversation
 from broker.custody import Books, Budget
 from broker.custody.actions import (
     Action,
     CreateSlab,
+    DropLease,
     FreeSlab,
     FreezeSlab,
+    KeepLease,
+    KeepSet,
     Log,
     Notify,
     Reply,
@@ -39,19 +42,12 @@ from broker.devices import open_devices
 from broker.devices.base import Device
 from broker.dispatch import Dispatcher
 from broker.errors import BrokerError, InternalError, LoadFailed, ShuttingDown
+from broker.keeper import EXIT_RESTART
+from broker.keeping import Inheritance, KeeperLink, KeptSession
 from broker.loading import Loading
 from broker.loop import READ, Helpers, Loop
-from broker.platform import check_ipc_platform_support
 from broker.requests import Tickets
-from broker.rundir import (
-    DIRECTORY_VARIABLE,
-    BrokerPaths,
-    NameLock,
-    broker_directory,
-    candidate_directories,
-    create_listener,
-    remove_socket,
-)
+from broker.rundir import BrokerPaths
 from broker.sessions import PeerIdentity, SessionPeer, identify
 from broker.store import Store
 
@@ -62,88 +58,122 @@ RECEIVE_BATCH = 64
 ACCEPT_PAUSE_SECONDS = 0.2
 
 
-class Broker:
-    """A broker, from its platform check to its last socket.
+class Server:
+    """What answers engines, from taking over what an earlier server left to its own end.
 
-    Everything that can be refused is refused here, before `run`: platform, name, directory, a
-    second broker of the same name. Nothing is left behind then.
-
-    Raises:
-        UnsupportedPlatformForIPCError: no device here can share memory between processes.
-        Busy: a broker of this name is running; the sentence names its pid.
-        BadRequest: the directory is not safe, the name or a path is not usable.
+    Args:
+        config: validated; the platform has been checked by the keeper.
+        paths: where the keeper listens.
+        link: the server's end of the line to the keeper.
+        router, sessions: the keeper's listening sockets.
+        restarts: how many servers this keeper had before.
     """
 
-    def __init__(self, config: BrokerConfig) -> None:
-        check_ipc_platform_support(where="broker", device=config.device)
+    def __init__(
+        self,
+        config: BrokerConfig,
+        paths: BrokerPaths,
+        link: socket.socket,
+        router: socket.socket,
+        sessions: socket.socket,
+        restarts: int,
+    ) -> None:
         self.config = config
-        self.epoch = secrets.token_hex(8)
+        self.paths = paths
+        self.restarts = restarts
         self.started = time.time()
         self.devices: dict[str, Device] = {
             d.properties.uuid: d for d in open_devices(config.device)
         }
         self.platform = next(iter(self.devices.values())).properties.platform
-        for path in config.preload:
-            open_checkpoint(path).close()
-        self.paths = _paths(config)
-        self._bound: list[Path] = []
-        self._lock = NameLock(self.paths)
-        self._lock.acquire()
-        try:
-            self._open()
-        except BaseException:
-            self._remove_sockets()
-            self._lock.release()
-            raise
-
-    def _open(self) -> None:
-        self.books = Books(self._budgets(), self.epoch)
+        self.keeper = KeeperLink(link)
+        inherited = self.keeper.receive_inheritance()
+        self.epoch = inherited.facts.get("epoch", secrets.token_hex(8).encode()).decode()
+        self.books = Books(self._budgets(inherited), self.epoch, keeping=True)
+        self.books.counters["server_restarts"] = restarts
         self.store = Store(self.devices)
         self.loop = Loop()
         self.helpers = Helpers(self.loop)
         self.peers: dict[int, SessionPeer] = {}
         self.loading = Loading(self)
         self.is_stopping = False
+        self.exit_code = 0
         self._retrying = False
-        self._sessions = self._listen(self.paths.session, socket.SOCK_SEQPACKET)
-        self.conversation = Conversation(
-            self._listen(self.paths.zmq, socket.SOCK_STREAM), self.paths.zmq
-        )
+        self._sessions = sessions
+        self.conversation = Conversation(router, paths.zmq)
         self.tickets = Tickets(self.conversation)
         self.dispatcher = Dispatcher(self)
+        self._take_over(inherited)
         self.loop.add(self._sessions.fileno(), READ, lambda _events: self._accept())
         self.loop.add(self.conversation.fileno(), READ, lambda _events: None)
+        self.loop.add(self.keeper.fileno(), READ, lambda _events: self._keeper_gone())
 
-    def _budgets(self) -> dict[str, Budget]:
+    def _budgets(self, inherited: Inheritance) -> dict[str, Budget]:
+        """Limits stay what they were at the first start: what was free then is in use now."""
+        kept = msgspec.json.decode(inherited.facts.get("limits", b"{}"), type=dict[str, int])
+        limits = {
+            uuid: kept.get(uuid, self._limit(device)) for uuid, device in self.devices.items()
+        }
+        self.keeper.keep_fact("limits", msgspec.json.encode(limits))
+        self.keeper.keep_fact("epoch", self.epoch.encode())
         return {
-            uuid: Budget(
-                memory_limit_bytes(
-                    self.config.memory_limit,
-                    free_bytes=device.free_bytes(),
-                    total_bytes=device.properties.total_bytes,
-                ),
-                device.properties.granularity,
-            )
+            uuid: Budget(limits[uuid], device.properties.granularity)
             for uuid, device in self.devices.items()
         }
 
+    def _limit(self, device: Device) -> int:
+        return memory_limit_bytes(
+            self.config.memory_limit,
+            free_bytes=device.free_bytes(),
+            total_bytes=device.properties.total_bytes,
+        )
+
+    def _take_over(self, inherited: Inheritance) -> None:
+        """Go on where an earlier server ended. Engines are asked to say hello again."""
+        for kept, descriptors in inherited.sets:
+            self.store.adopt(kept.id, *descriptors)
+        sets = [kept for kept, _descriptors in inherited.sets]
+        numbers = [kept.id for kept, _connection in inherited.sessions]
+        actions = self.books.restore(sets, numbers, inherited.leases)
+        for session, descriptor in inherited.sessions:
+            connection = socket.socket(fileno=descriptor)
+            self.books.sessions[session.id].watches.update(session.watches)
+            self._attend(session.id, connection, identify(connection), session)
+        self.perform(actions)
+        if self.restarts:
+            log.info(
+                "taken-over restarts=%d sessions=%d sets=%d leases=%d",
+                self.restarts,
+                len(inherited.sessions),
+                len(inherited.sets),
+                len(inherited.leases),
+            )
+
+    def _keeper_gone(self) -> None:
+        """Without its keeper a server must not go on: nobody would take over from it."""
+        log.error("keeper-gone")
+        self.exit_code = 1
+        self.stop("the broker's keeper process has died")
+
     # --- life -----------------------------------------------------------------------------
 
-    def run(self, on_ready: Callable[[], None] | None = None) -> None:
-        """Serve until `stop`; then tell the engines, end the loaders, remove the sockets.
-
-        Args:
-            on_ready: called on the loop's first turn, when `ping` is about to be answered.
-        """
+    def run(self) -> int:
+        """Serve until `stop`; then tell the engines and end the loaders. The exit code."""
         log.info("serving name=%s device=%s pid=%d epoch=%s", *self._identity())
-        if on_ready is not None:
-            self.loop.call_soon_threadsafe(on_ready)
+        self.loop.call_soon_threadsafe(self._tell_ready)
         for path in self.config.preload:
             self.dispatcher.preload(path)
         try:
             self.loop.run(self._drain)
         finally:
             self._close()
+        return self.exit_code
+
+    def _tell_ready(self) -> None:
+        self.keeper.ready(
+            f"weight-broker ready: name={self.config.name} device={','.join(self.devices)} "
+            f"platform={self.platform} socket={self.paths.zmq} pid={os.getppid()}"
+        )
 
     def _identity(self) -> tuple[str, str, int, str]:
         return (self.config.name, ",".join(self.devices), os.getpid(), self.epoch)
@@ -169,6 +199,13 @@ class Broker:
         name = signal.Signals(number).name
         self.loop.call_soon_threadsafe(lambda: self.stop(f"received {name}"))
 
+    def hand_over(self) -> None:
+        """End so that a new server, perhaps of a newer version, goes on; engines notice nothing."""
+        self.exit_code = EXIT_RESTART
+        self.is_stopping = True
+        log.info("handing-over")
+        self.loop.stop()
+
     def _close(self) -> None:
         self.is_stopping = True
         self.helpers.close()
@@ -177,22 +214,13 @@ class Broker:
         self._sessions.close()
         # The last replies first: after a session's end-of-file nobody reads them any more.
         self.conversation.close()
+        is_replaced = self.exit_code == EXIT_RESTART
         for peer in self.peers.values():
-            peer.close()
+            peer.close(end=not is_replaced)
         self.store.close()
         self.loop.close()
-        self._remove_sockets()
-        self._lock.release()
+        self.keeper.close()
         log.info("stopped name=%s", self.config.name)
-
-    def _remove_sockets(self) -> None:
-        while self._bound:
-            remove_socket(self._bound.pop())
-
-    def _listen(self, path: Path, kind: socket.SocketKind) -> socket.socket:
-        listener = create_listener(path, kind)
-        self._bound.append(path)
-        return listener
 
     # --- requests -------------------------------------------------------------------------
 
@@ -236,14 +264,35 @@ class Broker:
         )
 
     def welcome(self, session: int, connection: socket.socket, identity: PeerIdentity) -> None:
-        peer = SessionPeer(
-            self.loop, session, connection, identity, self._attach, self._session_ended
-        )
-        self.peers[session] = peer
+        """A process has connected, or a loader was started."""
         log.info(
             "session-opened session=%d pid=%d command=%s", session, identity.pid, identity.command
         )
+        kept = KeptSession(session, secrets.token_bytes(16), "")
+        if not self.books.sessions[session].is_loader:
+            self.keeper.keep_session(kept, connection.fileno())
+        self._attend(session, connection, identity, kept)
+
+    def _attend(
+        self,
+        session: int,
+        connection: socket.socket,
+        identity: PeerIdentity,
+        kept: KeptSession,
+    ) -> None:
+        peer = SessionPeer(
+            self.loop, session, connection, identity, self._attach, self._session_ended
+        )
+        peer.token, peer.label = kept.token, kept.label
+        self.peers[session] = peer
         peer.send(wire.Welcome(session, peer.token, self.epoch))
+
+    def note_session(self, session: int) -> None:
+        """Something that a successor needs to know of the session has changed."""
+        peer, record = self.peers[session], self.books.sessions[session]
+        if not record.is_loader:
+            kept = KeptSession(session, peer.token, peer.label, sorted(record.watches))
+            self.keeper.note_session(kept)
 
     def _attach(self, peer: SessionPeer, request: wire.Attach) -> None:
         try:
@@ -268,6 +317,7 @@ class Broker:
             peer.close()
         self.dispatcher.untie(session)
         self.tickets.drop_session(session)
+        self.keeper.drop_session(session)
         self.perform(self.books.end_session(session, cause))
 
     # --- carrying out ---------------------------------------------------------------------
@@ -306,7 +356,14 @@ class Broker:
                     set_id, lambda: self.store.freeze(set_id, device), self.books.slab_frozen
                 )
             case FreeSlab(set_id):
+                self.keeper.drop_set(set_id)
                 self.helpers.submit(("set", set_id), lambda: self.store.free(set_id))
+            case KeepSet(kept):
+                self.keeper.keep_set(kept, self.store.for_reader(kept.id))
+            case KeepLease(kept_lease):
+                self.keeper.keep_lease(kept_lease)
+            case DropLease(session, lease):
+                self.keeper.drop_lease(session, lease)
 
     def _on_device(
         self, set_id: int, call: Callable[[], None], then: Callable[[int], list[Action]]
@@ -318,14 +375,6 @@ class Broker:
                 self.perform(then(set_id))
 
         self.helpers.submit(("set", set_id), call, done)
-
-
-def _paths(config: BrokerConfig) -> BrokerPaths:
-    given = config.directory
-    environ = None if given is None else {DIRECTORY_VARIABLE: str(given.absolute())}
-    for candidate in candidate_directories(environ):
-        BrokerPaths(candidate, config.name)  # a bad name is refused before anything is created
-    return BrokerPaths(broker_directory(environ), config.name)
 
 
 def _as_broker_error(error: BaseException) -> BrokerError:

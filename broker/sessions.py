@@ -122,12 +122,19 @@ class SessionPeer:
             raise BadRequest(f"the {what}'s descriptor did not arrive on the session socket first")
         return descriptor
 
-    def close(self) -> None:
-        """Close the socket without calling `on_end`. Idempotent."""
+    def close(self, *, end: bool = True) -> None:
+        """Close the socket without calling `on_end`. Idempotent.
+
+        Args:
+            end: end the session for the peer too; the keeper holds the socket as well.
+        """
         if not self._open:
             return
         self._open = False
         self._loop.remove(self._connection.fileno())
+        if end:
+            with contextlib.suppress(OSError):  # it has closed its end already
+                self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
         if self.identity.pidfd is not None:
             self._loop.remove(self.identity.pidfd)

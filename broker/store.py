@@ -75,6 +75,12 @@ class Store:
                 raise InternalError(f"the slab cannot be sealed: {error}") from error
         with self._lock:
             self._readers[set_id] = reader
+            slab = self._slabs.pop(set_id)
+        os.close(slab)
+
+    def adopt(self, set_id: int, reader: int, manifest: int) -> None:
+        """Take over a sealed set's descriptors."""
+        self._readers[set_id], self._manifests[set_id] = reader, manifest
 
     def free(self, set_id: int) -> None:
         """Close everything of this set. The memory goes with the last mapping. Idempotent."""

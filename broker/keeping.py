@@ -1,0 +1,121 @@
+"""The server's end of its link to the keeper: what is recorded, and what a successor gets back."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from broker import wire
+from broker.custody.records import KeptLease, KeptSet
+from broker.link import Item, pack_record, receive_item, send_item, unpack_record
+
+
+class KeptSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A session as a successor needs it; its socket is beside it."""
+
+    id: int
+    token: bytes
+    label: str
+    watches: list[str] = []
+
+
+@dataclass
+class Inheritance:
+    """Everything an earlier server had handed to the keeper. The holder owns all descriptors."""
+
+    sessions: list[tuple[KeptSession, int]] = field(default_factory=list)
+    sets: list[tuple[KeptSet, list[int]]] = field(default_factory=list)
+    leases: list[KeptLease] = field(default_factory=list)
+    facts: dict[str, bytes] = field(default_factory=dict)
+    """Records without a descriptor, by key: the epoch, the budgets."""
+
+
+class KeeperLink:
+    """Everything sent is recorded when the call returns. Belongs to the loop's thread."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+
+    def fileno(self) -> int:
+        """Readable at end-of-file: the keeper has gone."""
+        return self._link.fileno()
+
+    def receive_inheritance(self) -> Inheritance:
+        """What an earlier server left; nothing for the first. Blocks until it is complete.
+
+        Raises:
+            OSError: the keeper is gone.
+        """
+        inherited = Inheritance()
+        while True:
+            item = receive_item(self._link)
+            if item is None:
+                raise ConnectionResetError("the keeper ended while it handed over")
+            if item.verb == "end":
+                return inherited
+            _sort(item, inherited)
+
+    def keep_session(self, session: KeptSession, connection: int) -> None:
+        self._send("keep", "session", str(session.id), wire.encode(session), [connection])
+
+    def note_session(self, session: KeptSession) -> None:
+        """The session's record has changed; its socket is the same."""
+        self._send("note", "session", str(session.id), wire.encode(session))
+
+    def drop_session(self, session: int) -> None:
+        self._send("drop", "session", str(session))
+
+    def keep_set(self, kept: KeptSet, descriptors: Sequence[int]) -> None:
+        self._send("keep", "set", str(kept.id), wire.encode(kept), descriptors)
+
+    def drop_set(self, set_id: int) -> None:
+        self._send("drop", "set", str(set_id))
+
+    def keep_lease(self, kept: KeptLease) -> None:
+        self._send("keep", "lease", f"{kept.session}/{kept.lease}", wire.encode(kept))
+
+    def drop_lease(self, session: int, lease: str) -> None:
+        self._send("drop", "lease", f"{session}/{lease}")
+
+    def keep_fact(self, key: str, record: bytes) -> None:
+        self._send("keep", "fact", key, record)
+
+    def ready(self, line: str) -> None:
+        """Requests are answered from now on; `line` is for who started the keeper."""
+        self._send("ready", record=line.encode())
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _send(
+        self,
+        verb: str,
+        kind: str = "-",
+        key: str = "-",
+        record: bytes = b"",
+        descriptors: Sequence[int] = (),
+    ) -> None:
+        packed, all_descriptors, spill = pack_record(record, descriptors)
+        try:
+            send_item(self._link, verb, kind, key, packed, all_descriptors)
+        finally:
+            if spill is not None:
+                os.close(spill)
+
+
+def _sort(item: Item, inherited: Inheritance) -> None:
+    record = unpack_record(item)
+    if item.kind == "session":
+        session = msgspec.msgpack.decode(record, type=KeptSession)
+        inherited.sessions.append((session, item.descriptors[0]))
+    elif item.kind == "set":
+        kept = msgspec.msgpack.decode(record, type=KeptSet)
+        inherited.sets.append((kept, item.descriptors))
+    elif item.kind == "lease":
+        inherited.leases.append(msgspec.msgpack.decode(record, type=KeptLease))
+    else:
+        inherited.facts[item.key] = record

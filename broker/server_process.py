@@ -1,0 +1,36 @@
+"""`python -m broker.server_process OPTIONS RESTARTS LINK ROUTER SESSIONS`: by the keeper only."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+
+from broker.errors import BrokerError
+from broker.logs import log_to_stderr
+from broker.server import Server
+from broker.service import config_from
+
+
+def main(arguments: list[str]) -> int:
+    """Serve until told to stop; the exit code, which tells the keeper whether to go on."""
+    options, restarts, *descriptors = arguments
+    log_to_stderr()
+    config, paths = config_from(options)
+    link, router, sessions = (socket.socket(fileno=int(number)) for number in descriptors)
+    try:
+        server = Server(config, paths, link, router, sessions, int(restarts))
+    except BrokerError as error:
+        print(f"weight-broker: {error.sentence}", file=sys.stderr)
+        return error.exit_code
+    server.stop_on_signals()
+    code = server.run()
+    # A second signal must not make a failure of an orderly end: Python would restore the default
+    # action, which kills, before it exits.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

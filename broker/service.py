@@ -1,0 +1,69 @@
+"""A broker as its user sees it: a keeper in this process, and the servers it starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from broker.checkpoints.files import open_checkpoint
+from broker.config import BrokerConfig
+from broker.keeper import Keeper, server_command
+from broker.platform import check_ipc_platform_support
+from broker.rundir import (
+    DIRECTORY_VARIABLE,
+    BrokerPaths,
+    broker_directory,
+    candidate_directories,
+)
+
+
+class Broker:
+    """A broker, from its platform check to its last socket.
+
+    Everything that can be refused is refused here, before `run`: platform, name, directory, a
+    second broker of the same name. Nothing is left behind then.
+
+    Raises:
+        UnsupportedPlatformForIPCError: no device here can share memory between processes.
+        Busy: a broker of this name is running; the sentence names its pid.
+        BadRequest: the directory is not safe, the name or a path is not usable.
+        NotFound, LoadFailed: a checkpoint to preload is not there.
+    """
+
+    def __init__(self, config: BrokerConfig) -> None:
+        check_ipc_platform_support(where="broker", device=config.device)
+        for path in config.preload:
+            open_checkpoint(path).close()
+        paths = _paths(config)
+        options = {**asdict(config), "directory": str(paths.directory)}
+        self._keeper = Keeper(paths, server_command([json.dumps(options)]))
+
+    def stop_on_signals(self) -> None:
+        """SIGTERM and SIGINT begin an orderly stop. Only from the main thread."""
+        self._keeper.stop_on_signals()
+
+    def run(self, on_ready: Callable[[str], None] | None = None) -> int:
+        """Serve until stopped; the exit code: 0 in order, else that of a server that never came up.
+
+        Args:
+            on_ready: called once with a line for a person, when `ping` is answered.
+        """
+        return self._keeper.run(on_ready)
+
+
+def config_from(options: str) -> tuple[BrokerConfig, BrokerPaths]:
+    """A server's configuration as its keeper passed it on."""
+    given = json.loads(options)
+    directory = Path(given.pop("directory"))
+    config = BrokerConfig(directory=directory, **{**given, "preload": tuple(given["preload"])})
+    return config, BrokerPaths(directory, config.name)
+
+
+def _paths(config: BrokerConfig) -> BrokerPaths:
+    given = config.directory
+    environ = None if given is None else {DIRECTORY_VARIABLE: str(given.absolute())}
+    for candidate in candidate_directories(environ):
+        BrokerPaths(candidate, config.name)  # a bad name is refused before anything is created
+    return BrokerPaths(broker_directory(environ), config.name)
