@@ -55,7 +55,7 @@ class Segment:
 
 
 class Mapping(ABC):
-    """Slab memory mapped into this process. `close` is idempotent and waits for the device.
+    """Slab memory mapped into this process.
 
     Never unmapped by a destructor: whoever hands out the address decides when nobody uses it.
     """
@@ -64,7 +64,33 @@ class Mapping(ABC):
     nbytes: int
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Unmap and give the addresses back, suspended or not. Idempotent; waits for the device.
+
+        Raises:
+            DeviceError: the device cannot be waited for; still mapped, to be closed again.
+        """
+
+    def suspend(self) -> None:
+        """Unmap, but keep the addresses: whoever touches them faults. Waits for the device.
+
+        Nothing to do if it is suspended already.
+
+        Raises:
+            DeviceError: closed; or another mapping of this process uses the same addresses, or the
+                device cannot be waited for: still mapped then.
+        """
+        raise DeviceError("suspend: this memory cannot be unmapped for a while")
+
+    def resume(self, descriptor: int) -> None:
+        """Map a slab of the same size at the same addresses again, read-only.
+
+        The descriptor may be closed afterwards. It need not be of the slab that was there before.
+
+        Raises:
+            DeviceError: not suspended; or no slab of this device and size: still suspended then.
+        """
+        raise DeviceError(f"resume({descriptor}): this memory is not suspended")
 
 
 class StagingBuffer(ABC):
@@ -112,9 +138,14 @@ class SlabWriter(ABC):
 
 
 class Device(ABC):
-    """One device, named by its UUID."""
+    """One device, named by its UUID.
+
+    Attributes:
+        ordinal: this process's own number for it, which is torch's as well. Never travels.
+    """
 
     properties: DeviceProperties
+    ordinal: int = 0
 
     @abstractmethod
     def free_bytes(self) -> int:
@@ -159,8 +190,25 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def read(self, mapping: Mapping, offset: int, nbytes: int) -> bytes:
+        """Copy bytes of a mapped slab to the host. Waits for the device.
+
+        Raises:
+            DeviceError: the range is not inside the mapping, or the copy failed.
+        """
+
+    @abstractmethod
     def open_writer(self, descriptor: int, nbytes: int, *, buffers: int) -> SlabWriter:
         """A writer with a ring of `buffers` staging buffers. Borrows the descriptor."""
+
+
+def check_range(mapping: Mapping, offset: int, nbytes: int, device: str) -> None:
+    """Raise `DeviceError` unless the bytes are inside the mapping."""
+    if offset < 0 or nbytes < 0 or offset + nbytes > mapping.nbytes:
+        raise DeviceError(
+            f"read on {device}: {nbytes} bytes from {offset} are not inside the mapping of "
+            f"{mapping.nbytes}"
+        )
 
 
 def check_slab_size(nbytes: int, properties: DeviceProperties) -> None:

@@ -26,6 +26,7 @@ from broker.devices.base import (
     DeviceProperties,
     Mapping,
     SlabWriter,
+    check_range,
     check_slab_size,
 )
 from broker.devices.cuda_writer import RingWriter
@@ -136,16 +137,7 @@ class CudaDevice(Device):
             )
 
     def read(self, mapping: Mapping, offset: int, nbytes: int) -> bytes:
-        """Copy bytes of a mapped slab to the host, after waiting for the device.
-
-        Raises:
-            DeviceError: the range is not inside the mapping, or the copy failed.
-        """
-        if offset < 0 or nbytes < 0 or offset + nbytes > mapping.nbytes:
-            raise DeviceError(
-                f"read on {self.properties.uuid}: {nbytes} bytes from {offset} are not inside the "
-                f"mapping of {mapping.nbytes}"
-            )
+        check_range(mapping, offset, nbytes, self.properties.uuid)
         target = ctypes.create_string_buffer(nbytes)
         opened = contextlib.closing(self.driver.open_context(self.ordinal))
         with opened as context, context.current():
@@ -166,16 +158,15 @@ class CudaDevice(Device):
 class CudaMapping(Mapping):
     """A slab mapped for this process's device. See `Mapping`.
 
-    `close` raises `DeviceError` when the device cannot be waited for, as during the capture of a
-    CUDA graph or after a fault; the slab is then still mapped and `close` may be called again.
-    In a forked child it does nothing: no driver works there.
+    The device cannot be waited for during the capture of a CUDA graph, nor after a fault. In a
+    forked child `close` does nothing: no driver works there.
     """
 
     def __init__(self, mapped: _Mapped) -> None:
         self.address = mapped.address
         self.nbytes = mapped.nbytes
         self._mapped: _Mapped | None = mapped
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a garbage collection inside may close this very mapping
         self._pid = os.getpid()
 
     def close(self) -> None:
@@ -186,9 +177,22 @@ class CudaMapping(Mapping):
                 self._mapped.let_go()
                 self._mapped = None
 
+    def suspend(self) -> None:
+        with self._lock:
+            self._usable("suspend").suspend()
+
+    def resume(self, descriptor: int) -> None:
+        with self._lock:
+            self._usable("resume").resume(descriptor)
+
+    def _usable(self, call: str) -> _Mapped:
+        if self._mapped is None or os.getpid() != self._pid:
+            raise DeviceError(f"{call}: the slab is not mapped in this process any more")
+        return self._mapped
+
 
 class _Mapped:
-    """One address range with a slab behind it, and the context that keeps the device open."""
+    """One address range, the slab behind it, and the context that keeps the device open."""
 
     def __init__(
         self,
@@ -205,21 +209,30 @@ class _Mapped:
         self._driver = driver = device.driver
         self._label = device.properties.uuid
         self._ordinal = ordinal = device.ordinal
+        self._handle: int | None = None
         driver.check_descriptor(ordinal, descriptor, nbytes)
         with contextlib.ExitStack() as undo:
             self._context: Context = driver.open_context(ordinal)
             undo.callback(self._context.close)
-            # Held until the range is unmapped: releases of AMD's runtime differ in what a mapping
-            # keeps alive by itself.
-            self._handle = handle = driver.import_slab(ordinal, descriptor)
-            undo.callback(driver.release, ordinal, handle)
-            self._check_home(ordinal, handle)
             self.address = driver.reserve(ordinal, nbytes, device.properties.granularity)
             undo.callback(driver.free_address, ordinal, self.address, nbytes)
-            driver.map(ordinal, self.address, nbytes, handle)
-            undo.callback(driver.unmap, ordinal, self.address, nbytes)
-            driver.allow(ordinal, self.address, nbytes, writable=writable)
+            self._map(descriptor, writable=writable)
             undo.pop_all()
+
+    def _map(self, descriptor: int, *, writable: bool) -> None:
+        """Put the slab behind the range."""
+        driver, ordinal = self._driver, self._ordinal
+        with contextlib.ExitStack() as undo:
+            # Held until the range is unmapped: releases of AMD's runtime differ in what a mapping
+            # keeps alive by itself.
+            handle = driver.import_slab(ordinal, descriptor)
+            undo.callback(driver.release, ordinal, handle)
+            self._check_home(ordinal, handle)
+            driver.map(ordinal, self.address, self.nbytes, handle)
+            undo.callback(driver.unmap, ordinal, self.address, self.nbytes)
+            driver.allow(ordinal, self.address, self.nbytes, writable=writable)
+            undo.pop_all()
+        self._handle = handle
 
     def _check_home(self, ordinal: int, handle: int) -> None:
         home = self._driver.home(ordinal, handle)
@@ -228,21 +241,45 @@ class _Mapped:
                 f"map on {self._label}: the slab is on another device ({self._driver.label(home)})"
             )
 
+    def suspend(self) -> None:
+        """Unmap and keep the range. From now on it is shared with nobody."""
+        with _shared_lock:
+            if self.users > 1:
+                raise DeviceError(
+                    f"suspend on {self._label}: {self.users} mappings of this process share the "
+                    "addresses of this slab; close the others first"
+                )
+            self._unlist()
+        if self._handle is not None:
+            self._wait()
+            self._unmap()
+
+    def resume(self, descriptor: int) -> None:
+        """Put a slab behind the range again, read-only."""
+        if self._handle is not None:
+            raise DeviceError(f"resume on {self._label}: the slab is mapped already")
+        self._driver.check_descriptor(self._ordinal, descriptor, self.nbytes)
+        self._map(descriptor, writable=False)
+
     def let_go(self) -> None:
         """One user less; the last one waits for the device and unmaps."""
         with _shared_lock:
             self.users -= 1
             if self.users:
                 return
-            if self.key:
-                del _shared[self.key]
-                self.key = None
-        try:
-            self._wait()
-        except DeviceError:
-            self.users += 1  # still mapped: the device may be using it
-            raise
-        self._unmap()
+            self._unlist()
+        if self._handle is not None:
+            try:
+                self._wait()
+            except DeviceError:
+                self.users += 1  # still mapped: the device may be using it
+                raise
+        self._give_back()
+
+    def _unlist(self) -> None:
+        if self.key:
+            del _shared[self.key]
+            self.key = None
 
     def _wait(self) -> None:
         """Block until the device has done all that this process asked of it."""
@@ -250,9 +287,16 @@ class _Mapped:
             self._driver.call("synchronise", device=self._label)
 
     def _unmap(self) -> None:
-        """Unmap and let go of everything; addresses that cannot be unmapped stay reserved."""
+        """Take the slab away; the handle is given back also if that fails."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with contextlib.ExitStack() as afterwards:
+                afterwards.callback(self._driver.release, self._ordinal, handle)
+                self._driver.unmap(self._ordinal, self.address, self.nbytes)
+
+    def _give_back(self) -> None:
+        """Let go of everything; addresses that cannot be unmapped stay reserved."""
         with contextlib.ExitStack() as afterwards:
             afterwards.callback(self._context.close)
-            afterwards.callback(self._driver.release, self._ordinal, self._handle)
-            self._driver.unmap(self._ordinal, self.address, self.nbytes)
+            self._unmap()
             self._driver.free_address(self._ordinal, self.address, self.nbytes)

@@ -32,6 +32,7 @@ from broker.devices.base import (
     SlabWriter,
     StagingBuffer,
     StillMappedWritable,
+    check_range,
     check_slab_size,
 )
 
@@ -39,6 +40,10 @@ UUID = "SIM-0"
 """The simulated device is one for each node."""
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MADV_DONTFORK = 10  # linux/mman.h
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000  # asm-generic/mman.h; the same on x86-64 and arm64
+_PROT_NONE = 0
+_MAPPED, _SUSPENDED, _CLOSED = "mapped", "suspended", "closed"
 _LARGEST_FILE = (1 << 63) - 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -107,6 +112,10 @@ class SimulatedDevice(Device):
         _check_slab(descriptor, nbytes)
         return HostMapping(descriptor, nbytes, writable=writable)
 
+    def read(self, mapping: Mapping, offset: int, nbytes: int) -> bytes:
+        check_range(mapping, offset, nbytes, UUID)
+        return ctypes.string_at(mapping.address + offset, nbytes)
+
     def open_writer(self, descriptor: int, nbytes: int, *, buffers: int) -> SlabWriter:
         _check_slab(descriptor, nbytes)
         return _DescriptorWriter(descriptor, buffers)
@@ -115,28 +124,62 @@ class SimulatedDevice(Device):
 class HostMapping(Mapping):
     """A shared mapping that forked children do not inherit, nor unmap.
 
-    In a child something else may lie at the address by the time this object is closed there.
+    In a child something else may lie at the address by the time this object is used there.
     """
 
     def __init__(self, descriptor: int, nbytes: int, *, writable: bool) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, descriptor, 0)
-        if address == _MAP_FAILED:
-            code = ctypes.get_errno()
-            raise _translated("map", OSError(code, os.strerror(code)))
-        self.address = address
+        self.address = _map_at(None, nbytes, protection, mmap.MAP_SHARED, descriptor)
         self.nbytes = nbytes
-        self._lock = threading.Lock()
-        self._open = True
+        self._lock = threading.RLock()  # a garbage collection inside may close this very mapping
+        self._state = _MAPPED
         self._pid = os.getpid()
-        _libc.madvise(address, nbytes, _MADV_DONTFORK)
 
     def close(self) -> None:
         with self._lock:
-            if self._open:
-                self._open = False
+            if self._state != _CLOSED:
+                self._state = _CLOSED
                 if os.getpid() == self._pid:
                     _libc.munmap(self.address, self.nbytes)
+
+    def suspend(self) -> None:
+        with self._lock:
+            self._check_usable("suspend")
+            if self._state == _MAPPED:
+                self._reserve()
+                self._state = _SUSPENDED
+
+    def resume(self, descriptor: int) -> None:
+        with self._lock:
+            self._check_usable("resume")
+            if self._state != _SUSPENDED:
+                raise DeviceError(f"resume on {UUID}: the slab is mapped already")
+            _check_slab(descriptor, self.nbytes)
+            flags = mmap.MAP_SHARED | _MAP_FIXED
+            try:
+                _map_at(self.address, self.nbytes, mmap.PROT_READ, flags, descriptor)
+            except DeviceError:
+                self._reserve()  # the kernel may have taken the reservation away first
+                raise
+            self._state = _MAPPED
+
+    def _reserve(self) -> None:
+        """Put nothing in the place of whatever is mapped, in one step."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        _map_at(self.address, self.nbytes, _PROT_NONE, flags, -1)
+
+    def _check_usable(self, call: str) -> None:
+        if self._state == _CLOSED or os.getpid() != self._pid:
+            raise DeviceError(f"{call} on {UUID}: the slab is not mapped in this process any more")
+
+
+def _map_at(address: int | None, nbytes: int, protection: int, flags: int, descriptor: int) -> int:
+    found: int = _libc.mmap(address, nbytes, protection, flags, descriptor, 0)
+    if found == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise _translated("map", OSError(code, os.strerror(code)))
+    _libc.madvise(found, nbytes, _MADV_DONTFORK)
+    return found
 
 
 class _HostBuffer(StagingBuffer):
@@ -184,7 +227,7 @@ def _check_slab(descriptor: int, nbytes: int) -> None:
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         size = os.fstat(descriptor).st_size
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: negative
         raise DeviceError(f"map on {UUID}: the descriptor is not a slab ({error})") from error
     if seals & _SIZE_SEALS != _SIZE_SEALS:
         raise DeviceError(f"map on {UUID}: the slab's size is not sealed, so it could be cut short")

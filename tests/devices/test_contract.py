@@ -30,11 +30,23 @@ class Candidate:
 
     open: Callable[[], Device]
     read: Callable[[Device, Mapping, int, int], bytes]
+    faults: Callable[[Device, Mapping], bool]
+    """Whether touching the mapping's addresses would fault."""
 
 
 def read_host(device: Device, mapping: Mapping, offset: int, nbytes: int) -> bytes:
     """What lies in a mapping whose address is one of the host's."""
     return ctypes.string_at(mapping.address + offset, nbytes)
+
+
+def host_faults(device: Device, mapping: Mapping) -> bool:
+    """Whether the kernel lets nobody read there, and keeps the addresses taken (proc(5))."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, rights = line.split()[:2]
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        if start <= mapping.address < end:
+            return rights.startswith("---")
+    raise AssertionError("nothing is at the mapping's address, not even a reservation")
 
 
 def open_gpu() -> Device:
@@ -43,19 +55,19 @@ def open_gpu() -> Device:
 
 @pytest.fixture
 def simulated() -> Candidate:
-    return Candidate(SimulatedDevice, read_host)
+    return Candidate(SimulatedDevice, read_host, host_faults)
 
 
 @pytest.fixture
 def on_fake_cuda(fake_cuda: FakeDriver) -> Candidate:
     """Device `cuda` on the fake NVIDIA driver, whose addresses are the host's."""
-    return Candidate(open_gpu, read_host)
+    return Candidate(open_gpu, read_host, host_faults)
 
 
 @pytest.fixture
 def on_fake_hip(fake_hip: FakeDriver) -> Candidate:
     """Device `cuda` on the fake AMD driver, whose addresses are the host's."""
-    return Candidate(open_gpu, read_host)
+    return Candidate(open_gpu, read_host, host_faults)
 
 
 @pytest.fixture
@@ -65,7 +77,14 @@ def on_gpu(gpu: CudaDevice) -> Candidate:
     def read(device: Device, mapping: Mapping, offset: int, nbytes: int) -> bytes:
         return gpu.read(mapping, offset, nbytes)
 
-    return Candidate(open_gpu, read)
+    def faults(device: Device, mapping: Mapping) -> bool:
+        try:
+            gpu.read(mapping, 0, 1)
+        except DeviceError:
+            return True
+        return False
+
+    return Candidate(open_gpu, read, faults)
 
 
 DEVICES = [
@@ -276,6 +295,122 @@ def test_mapping_what_is_no_slab(device: Device, tmp_path: Path, writable: bool)
         os.close(end)
 
 
+def test_reading_out_of_a_mapping(device: Device, slab: Slab) -> None:
+    """Bytes inside come back; a range that is not inside is an error that names it."""
+    fill(device, slab, 8, b"weights")
+    with closing(device.map(slab.descriptor, slab.nbytes, writable=False)) as mapping:
+        assert device.read(mapping, 8, 7) == b"weights"
+        assert device.read(mapping, slab.nbytes, 0) == b""
+        for offset, nbytes in ((-1, 2), (slab.nbytes - 1, 2), (0, -1)):
+            with pytest.raises(DeviceError) as caught:
+                device.read(mapping, offset, nbytes)
+            assert str(caught.value) == (
+                f"read on {device.properties.uuid}: {nbytes} bytes from {offset} are not inside "
+                f"the mapping of {slab.nbytes}"
+            )
+
+
+# --- suspend and resume -------------------------------------------------------------------------
+
+
+def test_a_suspended_mapping_keeps_its_addresses_and_comes_back(
+    candidate: Candidate, device: Device, slab: Slab
+) -> None:
+    """Unmapped, the addresses fault and nobody else gets them; mapped again, the bytes are there.
+
+    The slab's memory is not held meanwhile, and suspending again changes nothing.
+    """
+    fill(device, slab, 0, b"weights")
+    with closing(device.map(slab.descriptor, slab.nbytes, writable=False)) as mapping:
+        address = mapping.address
+        mapping.suspend()
+        mapping.suspend()
+        assert candidate.faults(device, mapping)
+        others = [device.map(slab.descriptor, slab.nbytes, writable=False) for _ in range(4)]
+        assert all(abs(other.address - address) >= slab.nbytes for other in others)
+        mapping.resume(slab.descriptor)
+        assert mapping.address == address
+        assert candidate.read(device, mapping, 0, 7) == b"weights"
+        for other in others:
+            other.close()
+
+
+def test_another_slab_of_the_same_size_may_come_back(
+    candidate: Candidate, device: Device, slab: Slab
+) -> None:
+    """The addresses outlive the slab: its successor may lie there."""
+    nbytes = slab.nbytes
+    first = device.create(nbytes)
+    mapping = device.map(first, nbytes, writable=False)
+    os.close(first)
+    mapping.suspend()
+    fill(device, slab, nbytes - 4, b"tail")
+    reader = device.freeze(slab.descriptor)
+    mapping.resume(reader)
+    os.close(reader)
+    assert candidate.read(device, mapping, nbytes - 4, 4) == b"tail"
+    mapping.close()
+
+
+def test_resuming_what_does_not_fit_leaves_it_suspended(
+    candidate: Candidate, device: Device, slab: Slab, tmp_path: Path
+) -> None:
+    """A shorter slab, a file, a closed descriptor: an error, and the right slab still can."""
+    small = device.create(device.properties.granularity)
+    path = tmp_path / "file"
+    path.write_bytes(bytes(slab.nbytes))
+    with closing(device.map(slab.descriptor, slab.nbytes, writable=False)) as mapping:
+        mapping.suspend()
+        with path.open("rb") as file:
+            for wrong in (small, file.fileno(), -1):
+                with pytest.raises(DeviceError):
+                    mapping.resume(wrong)
+        assert candidate.faults(device, mapping)
+        mapping.resume(slab.descriptor)
+        assert not candidate.faults(device, mapping)
+    os.close(small)
+
+
+def test_resuming_what_is_mapped_is_refused(device: Device, slab: Slab) -> None:
+    """Only a suspended mapping can be resumed."""
+    mapping = device.map(slab.descriptor, slab.nbytes, writable=False)
+    with pytest.raises(DeviceError, match="is mapped already"):
+        mapping.resume(slab.descriptor)
+    mapping.close()
+
+
+@pytest.mark.parametrize("suspended", [False, True])
+def test_a_closed_mapping_is_neither_suspended_nor_resumed(
+    device: Device, slab: Slab, suspended: bool
+) -> None:
+    """Its addresses may be somebody else's by now. It can be closed in either state, once."""
+    mapping = device.map(slab.descriptor, slab.nbytes, writable=False)
+    if suspended:
+        mapping.suspend()
+    mapping.close()
+    mapping.close()
+    with pytest.raises(DeviceError, match="not mapped in this process any more"):
+        mapping.suspend()
+    with pytest.raises(DeviceError, match="not mapped in this process any more"):
+        mapping.resume(slab.descriptor)
+
+
+def test_a_forked_child_suspends_nothing(device: Device, slab: Slab) -> None:
+    """The child gets an error, and the parent's mapping is as it was."""
+    fill(device, slab, 0, b"here")
+    with closing(device.map(slab.descriptor, slab.nbytes, writable=False)) as mapping:
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                mapping.suspend()
+            except DeviceError:
+                code = 0
+            os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        assert device.read(mapping, 0, 4) == b"here"
+
+
 # --- writing ------------------------------------------------------------------------------------
 
 
@@ -402,7 +537,11 @@ def test_nothing_is_left(device: Device) -> None:
         slab = Slab(device.create(nbytes), nbytes)
         fill(device, slab, 0, b"x")
         reader = device.freeze(slab.descriptor)
-        device.map(reader, nbytes, writable=False).close()
+        mapping = device.map(reader, nbytes, writable=False)
+        mapping.suspend()
+        mapping.resume(reader)
+        mapping.suspend()
+        mapping.close()
         os.close(reader)
         os.close(slab.descriptor)
 

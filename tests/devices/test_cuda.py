@@ -393,12 +393,94 @@ def test_a_forked_child_unmaps_nothing(device: CudaDevice, slab: int) -> None:
     mapping.close()
 
 
-def test_reading_outside_the_mapping_is_refused(device: CudaDevice, slab: int) -> None:
-    """A range that is not inside is an error before the driver sees it."""
+# --- suspend and resume -----------------------------------------------------------------------
+
+
+def test_a_suspended_slab_is_not_held(fake: FakeDriver, device: CudaDevice) -> None:
+    """Of the slab nothing is kept but its addresses: the memory is free when its owner lets go."""
+    slab = device.create(SLAB)
+    mapping = device.map(slab, SLAB, writable=False, slab="slab 7")
+    mapping.suspend()
+    os.close(slab)
+    assert "handles" not in fake.live()
+    assert fake.live()["reservations"] == 1
+    assert device.free_bytes() == device.properties.total_bytes
+    mapping.close()
+
+
+def test_what_is_mapped_twice_cannot_be_suspended(
+    fake: FakeDriver, device: CudaDevice, slab: int
+) -> None:
+    """The other user of the addresses would fault; alone, the mapping is suspended."""
+    first = device.map(slab, SLAB, writable=False, slab="slab 7")
+    second = device.map(slab, SLAB, writable=False, slab="slab 7")
+    with pytest.raises(DeviceError) as caught:
+        first.suspend()
+    assert str(caught.value) == (
+        f"suspend on {device.properties.uuid}: 2 mappings of this process share the addresses of "
+        "this slab; close the others first"
+    )
+    assert bytes_at(first.address, 4) == bytes(4)
+    second.close()
+    first.suspend()
+    assert "mappings" not in fake.live()
+    first.close()
+
+
+def test_nobody_shares_addresses_that_were_suspended(device: CudaDevice, slab: int) -> None:
+    """Who maps the slab meanwhile, or afterwards, gets a range of their own."""
+    first = device.map(slab, SLAB, writable=False, slab="slab 7")
+    first.suspend()
+    second = device.map(slab, SLAB, writable=False, slab="slab 7")
+    first.resume(slab)
+    third = device.map(slab, SLAB, writable=False, slab="slab 7")
+    assert second.address != first.address
+    assert third.address == second.address
+    for mapping in (first, second, third):
+        mapping.close()
+
+
+def test_suspending_waits_for_the_device(fake: FakeDriver, device: CudaDevice, slab: int) -> None:
+    """A device that cannot be waited for leaves the slab mapped; later it can be suspended."""
     mapping = device.map(slab, SLAB, writable=False)
-    for offset, nbytes in ((-1, 2), (SLAB - 1, 2), (0, -1)):
-        with pytest.raises(DeviceError, match="are not inside the mapping"):
-            device.read(mapping, offset, nbytes)
+    fault(fake, "synchronise", "900")
+    with pytest.raises(DriverError, match=CALLS[fake.vendor]["synchronise"]):
+        mapping.suspend()
+    assert bytes_at(mapping.address, 4) == bytes(4)
+    fake.script("")
+    mapping.suspend()
+    mapping.close()
+
+
+@pytest.mark.parametrize("operation", ["import", "properties", "map", "access"])
+def test_a_resumption_that_fails_leaves_it_suspended(
+    fake: FakeDriver, device: CudaDevice, slab: int, operation: str
+) -> None:
+    """Whichever step fails, the addresses stay reserved, nothing else is left, and it can again."""
+    mapping = device.map(slab, SLAB, writable=False)
+    mapping.suspend()
+    suspended = fake.live()
+    fault(fake, operation)
+    with pytest.raises(DriverError, match="operation not supported"):
+        mapping.resume(slab)
+    assert fake.live() == suspended
+    fake.script("")
+    mapping.resume(slab)
+    assert bytes_at(mapping.address, 4) == bytes(4)
+    mapping.close()
+
+
+def test_what_is_resumed_is_read_only(fake: FakeDriver, device: CudaDevice, slab: int) -> None:
+    """Whatever it was before: what comes back are sealed weights."""
+    mapping = device.map(slab, SLAB, writable=True)
+    mapping.suspend()
+    mapping.resume(slab)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.startswith(f"{mapping.address:x}-"):
+            assert line.split()[1] == "r--s"
+            break
+    else:
+        pytest.fail("the mapping is not in the process's list")
     mapping.close()
 
 
