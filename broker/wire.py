@@ -34,6 +34,8 @@ MAX_WORD_BYTES = 32
 MAX_SESSION_PACKET_BYTES = 64 * 1024
 MAX_NAME_BYTES = 256
 """Names of sets, leases, layouts: what a person or an engine may make up."""
+MAX_PATH_BYTES = 4 * 4096
+"""A checkpoint's path for messages: PATH_MAX of Linux, each byte perhaps escaped."""
 MAX_FILES = 4096
 """Files of one checkpoint (the largest published ones have under 300)."""
 
@@ -489,10 +491,11 @@ def decode_request(operation: str, payload: bytes) -> Message:
 def _check_names(operation: str, message: Message) -> None:
     for field in ("lease", "claim", "set", "stage", "generation"):
         _check_name(operation, field, getattr(message, field, None))
+    for field in ("checkpoint", "dtype", "quantization"):
+        _check_name(operation, field, getattr(message, field, None) or None)
     if isinstance(message, Acquire):
         _check_described(operation, message.demand)
-        if message.source is not None and not message.source.files:
-            raise BadRequest(f"{operation}: the source names no file")
+        _check_source(operation, message.source)
     if isinstance(message, Claim | Load):
         _check_described(operation, message.key)
     if isinstance(message, Load):
@@ -504,6 +507,16 @@ def _check_names(operation: str, message: Message) -> None:
     described = getattr(message, "source", None) or message
     if len(getattr(described, "files", ())) > MAX_FILES:
         raise BadRequest(f"{operation}: a checkpoint may have {MAX_FILES} files at most")
+
+
+def _check_source(operation: str, source: Source | None) -> None:
+    if source is None:
+        return
+    if not source.files:
+        raise BadRequest(f"{operation}: the source names no file")
+    if len(source.path.encode()) > MAX_PATH_BYTES:
+        raise BadRequest(f"{operation}: a path may have {MAX_PATH_BYTES} bytes at most")
+    _check_name(operation, "fingerprint", source.fingerprint)
 
 
 def _check_described(operation: str, described: Demand | WeightKey) -> None:
@@ -531,6 +544,10 @@ def is_name(text: str) -> bool:
 def decode_to_broker(packet: bytes) -> ToBroker:
     """Raises `BadRequest` for anything but a packet an engine may send."""
     message: ToBroker = _decode_packet(_to_broker, packet)
+    if isinstance(message, Attach):
+        _check_name("attach", "lease", message.lease)
+    elif len(message.request) > MAX_ENVELOPE_FRAME_BYTES:
+        raise BadRequest(f"deliver: a request id has {MAX_ENVELOPE_FRAME_BYTES} bytes at most")
     return message
 
 
