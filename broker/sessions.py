@@ -235,8 +235,10 @@ class SessionPeer:
                 self._on_attach(self, message)
                 return
             key = (message.request, message.what)
-            if len(descriptors) != 1 or key in self._delivered:
-                raise BadRequest("deliver carries one descriptor, once for each request")
+            if len(descriptors) != 1:
+                raise BadRequest("deliver carries one descriptor")
+            if key in self._delivered:
+                os.close(self._delivered.pop(key))  # sent again: the latest counts
             if len(self._delivered) >= MAX_DELIVERED:
                 raise BadRequest(f"{MAX_DELIVERED} descriptors wait for their requests already")
             unused.pop_all()
