@@ -125,13 +125,19 @@ def _set_row(entry: dict[str, Any]) -> tuple[str, ...]:
         str(len(entry["leases"])),
         str(entry["waiting"]),
         entry["key"]["dtype"] or "-",
-        entry["path"] or "-",
+        _shown(entry["path"]),
     )
 
 
 def _session_row(entry: dict[str, Any]) -> tuple[str, ...]:
     fields = ("id", "pid", "command", "label", "leases", "waiting")
-    return tuple(str(entry[field]) or "-" for field in fields)
+    return tuple(_shown(str(entry[field])) for field in fields)
+
+
+def _shown(text: str | None) -> str:
+    """What an engine says of itself, without what would move the cursor of a terminal."""
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text or "")
+    return shown or "-"
 
 
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:

@@ -28,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     try:
-        return command(options)
+        code = command(options)
+        sys.stdout.flush()  # here, where a reader that went away is no error
+        return code
     except BrokerError as error:
         print(_sentence(error), file=sys.stderr)
         return error.exit_code

@@ -40,17 +40,18 @@ def brokers(directory: Path) -> Iterator[Callable[..., RunningBroker]]:
 
     try:
         yield start
-        for broker in started:
-            was_running = broker.process.poll() is None
-            code = broker.stop()
-            log = broker.log.read_text()
-            assert code == 0 or not was_running, f"the broker ended with {code}:\n{log}"
-            assert "Traceback" not in log, log
-            if was_running:
-                left = [*directory.glob("*.zmq"), *directory.glob("*.session")]
-                assert not left, f"the broker left {left}"
+        running = [broker for broker in started if broker.process.poll() is None]
+        codes = [broker.stop() for broker in running]
+        logs = "".join({broker.log: broker.log.read_text() for broker in started}.values())
+        assert not any(codes), f"brokers ended with {codes}:\n{logs}"
+        assert "Traceback" not in logs, logs
+        if running:
+            left = [*directory.glob("*.zmq"), *directory.glob("*.session")]
+            assert not left, f"sockets are left: {left}"
         eventually(lambda: not processes_of(directory), 5, "the end of every process")
     finally:
+        for broker in started:
+            broker.kill()
         for pid in processes_of(directory):
             os.kill(pid, signal.SIGKILL)
 

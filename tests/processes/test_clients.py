@@ -17,7 +17,7 @@ import pytest
 from broker.errors import BrokerError, BrokerLost, UsageError
 from engine_client import Checkpoint, EngineClient, WeightSet
 from tests.support.clock import SCALE, eventually
-from tests.support.processes import LoaderFault, RunningBroker, resident_bytes
+from tests.support.processes import LoaderFault, RunningBroker, processes_of
 from tests.support.stored import small_checkpoint
 
 THREADS = 8
@@ -48,10 +48,10 @@ def test_broker_is_small_and_without_torch(broker: RunningBroker, checkpoint: Ch
     """Before its first load the broker takes under 60 MB, and it never maps torch."""
     with broker.client() as client:
         client.ping()
-        before = resident_bytes(broker.pid)
+        before = broker.resident_bytes()
         assert before < RESIDENT_LIMIT_BYTES
         client.acquire(checkpoint).release()
-    maps = Path(f"/proc/{broker.pid}/maps").read_text()
+    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in processes_of(broker.directory))
     assert "/torch/" not in maps
     assert "numpy" not in maps
     assert "zmq" in maps
@@ -71,7 +71,7 @@ def test_one_client_in_eight_threads(shared_broker: RunningBroker, tmp_path: Pat
             with client.acquire(Checkpoint(path)) as weights:
                 stored = (path / "model.safetensors").read_bytes()
                 assert bytes(weights.memory("layer.3.weight")) == stored[-(1 << 16) :]
-            assert client.ping().pid == shared_broker.pid
+            assert client.ping().pid == shared_broker.server_pid()
 
     with shared_broker.client() as client, ThreadPoolExecutor(THREADS) as pool:
         for future in [pool.submit(work, client, number) for number in range(THREADS)]:

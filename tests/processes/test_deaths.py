@@ -20,7 +20,7 @@ from tests.support.processes import (
     is_alive,
     wait_until_gone,
 )
-from tests.support.stored import small_checkpoint
+from tests.support.stored import big_checkpoint, small_checkpoint
 
 StartEngine = Callable[..., Engine]
 
@@ -128,7 +128,7 @@ def test_forked_child_is_told_and_keeps_nothing(
         # What the child did was its own affair.
         assert leases(broker) == 1
         assert engine.ask("identity") == granted["checkpoint"]
-        assert held_slabs(forked["child"]) == 0
+        assert held_slabs(forked["child"]) == set()
         engine.kill()
         eventually(lambda: leases(broker) == 0, RIGHT_SECONDS, "the end of the lease")
         assert is_alive(forked["child"])
@@ -262,7 +262,7 @@ def test_engine_that_cannot_map_keeps_no_lease(
     broker: RunningBroker, start_engine: StartEngine, tmp_path: Path
 ) -> None:
     """An engine that is granted weights it then cannot map holds no lease of them."""
-    large = str(small_checkpoint(tmp_path / "large", nbytes=16 << 20))
+    large = str(big_checkpoint(tmp_path / "large", shards=1, shard_bytes=64 << 20))
     engine = start_engine(broker)
     engine.ask("run_out_of_address_space")
     engine.tell("acquire", path=large)

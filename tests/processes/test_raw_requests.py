@@ -16,7 +16,7 @@ from broker import wire
 from broker.errors import ERROR_STATUSES
 from broker.weights import WeightKey
 from tests.support.clock import SCALE, eventually
-from tests.support.processes import RunningBroker, resident_bytes
+from tests.support.processes import RunningBroker
 from tests.support.raw import RawDealer, RawSession, percentile
 
 FLOOD_PINGS = 150
@@ -84,7 +84,7 @@ def test_plain_status(shared_broker: RunningBroker, dealer: RawDealer) -> None:
     status, payload = dealer.ask(b"status", b"")
     assert status == b"ok"
     report = wire.decode_reply(wire.StatusReport, payload)
-    assert report.broker["pid"] == shared_broker.pid
+    assert report.broker["pid"] == shared_broker.server_pid()
     assert report.broker["simulated"] is True
 
 
@@ -160,13 +160,13 @@ def test_oversize_frame_ends_the_connection(
     shared_broker: RunningBroker, dealer: RawDealer
 ) -> None:
     """A frame above the transport's limit is never taken in; others do not notice."""
-    before = resident_bytes(shared_broker.pid)
+    before = shared_broker.resident_bytes()
     dealer.send(b"evict", b"x" * (64 << 20))
     for _ in range(20):
         with RawDealer(shared_broker.directory) as other:
             assert other.ping_seconds() < 1 * SCALE
     assert not dealer.socket.poll(0)
-    assert resident_bytes(shared_broker.pid) - before < GROWTH_BYTES
+    assert shared_broker.resident_bytes() - before < GROWTH_BYTES
 
 
 def test_random_messages(dealer: RawDealer) -> None:
@@ -268,7 +268,7 @@ def test_conversation_ends_with_its_session(
 
 def test_flood_that_reads_no_reply(shared_broker: RunningBroker, dealer: RawDealer) -> None:
     """A peer that floods and never reads costs others under 100 ms and the broker little memory."""
-    before = resident_bytes(shared_broker.pid)
+    before = shared_broker.resident_bytes()
     enough = threading.Event()
     flood = threading.Thread(target=send_pings_until, args=(dealer, enough))
     flood.start()
@@ -282,7 +282,7 @@ def test_flood_that_reads_no_reply(shared_broker: RunningBroker, dealer: RawDeal
         enough.set()
         flood.join()
     assert percentile(pings, 0.99) < 0.1 * SCALE, sorted(pings)[-10:]
-    grown = resident_bytes(shared_broker.pid) - before
+    grown = shared_broker.resident_bytes() - before
     assert grown < GROWTH_BYTES
     print(f"ping p99 {percentile(pings, 0.99) * 1e3:.2f} ms; grown by {grown >> 10} KiB")
 

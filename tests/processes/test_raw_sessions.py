@@ -21,7 +21,7 @@ from broker.sessions import MAX_DELIVERED, MAX_DESCRIPTORS
 from broker.weights import WeightKey, align_up
 from engine_client import Checkpoint
 from tests.support.clock import SCALE, eventually
-from tests.support.processes import RIGHT_SECONDS, RunningBroker, descriptors, resident_bytes
+from tests.support.processes import RIGHT_SECONDS, RunningBroker
 from tests.support.raw import RawDealer, RawSession, percentile
 from tests.support.stored import small_checkpoint
 
@@ -35,11 +35,11 @@ SLAB_BYTES = 1 << 20
 def leaves_nothing(shared_broker: RunningBroker) -> Iterator[None]:
     """After each test the same broker serves, without a descriptor or session of that test."""
     shared_broker.status()
-    before = len(descriptors(shared_broker.pid))
+    before = shared_broker.open_descriptors()
     yield
     shared_broker.evict_all()
     eventually(lambda: shared_broker.status()["sessions"] == [], 2, "the end of every session")
-    eventually(lambda: len(descriptors(shared_broker.pid)) <= before, 2, "closed descriptors")
+    eventually(lambda: shared_broker.open_descriptors() <= before, 2, "closed descriptors")
     with RawDealer(shared_broker.directory) as other:
         assert other.ping_seconds() < 1 * SCALE
 
@@ -338,12 +338,12 @@ def test_endless_attaches_that_nobody_reads(
         weights = client.acquire(Checkpoint(small_checkpoint(tmp_path / "c")))
         demand = wire.Demand(device=DEVICE, checkpoint=weights.key.checkpoint)
         assert dealer.ask(b"acquire", wire.encode(wire.Acquire("1", demand)))[0] == b"ok"
-        before = resident_bytes(shared_broker.pid)
+        before = shared_broker.resident_bytes()
         fill(session, wire.encode(wire.Attach("1")))
         with RawDealer(shared_broker.directory) as other:
             pings = [other.ping_seconds() for _ in range(PINGS)]
         assert percentile(pings, 0.99) < 0.1 * SCALE
-        assert resident_bytes(shared_broker.pid) - before < GROWTH_BYTES
+        assert shared_broker.resident_bytes() - before < GROWTH_BYTES
         assert len(weights.slab_memory()) == weights.nbytes
 
 
@@ -390,7 +390,7 @@ def test_silent_peers(shared_broker: RunningBroker) -> None:
     try:
         assert len(shared_broker.status()["sessions"]) == len(silent)
         with shared_broker.client() as client:
-            assert client.ping().pid == shared_broker.pid
+            assert client.ping().pid == shared_broker.server_pid()
     finally:
         for session in silent:
             session.close()

@@ -29,11 +29,12 @@ SHORT = 0.2
 @pytest.fixture
 def stopped(shared_broker: RunningBroker) -> Iterator[RunningBroker]:
     """A broker that hears nothing for the length of a test."""
-    os.kill(shared_broker.pid, signal.SIGSTOP)
+    pid = shared_broker.server_pid()
+    os.kill(pid, signal.SIGSTOP)
     try:
         yield shared_broker
     finally:
-        os.kill(shared_broker.pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
 
 
 def check_nothing_is_left(broker: RunningBroker) -> None:
@@ -59,7 +60,7 @@ def test_acquire_during_a_slow_load(
         assert isinstance(caught.value, TimeoutError)
         assert (caught.value.stage[:7], caught.value.seconds) == ("waiting", SHORT)
         check_nothing_is_left(shared_broker)
-        assert client.ping().pid == shared_broker.pid
+        assert client.ping().pid == shared_broker.server_pid()
         shared_broker.let_loader_go()
         with client.acquire(checkpoint) as weights:
             assert weights.how in ("shared", "resident")
@@ -89,16 +90,17 @@ def test_stage_tells_how_far_the_load_is(shared_broker: RunningBroker) -> None:
 
 def test_calls_to_a_stopped_broker(shared_broker: RunningBroker) -> None:
     """Each call gives up at its time; late answers to earlier ones are never taken for later's."""
+    pid = shared_broker.server_pid()
     with shared_broker.client() as client:
-        os.kill(shared_broker.pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGSTOP)
         try:
             for _ in range(3):
                 with pytest.raises(RequestTimeout, match="status"):
                     client.status(timeout=0.05)
         finally:
-            os.kill(shared_broker.pid, signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
         for _ in range(10):
-            assert client.ping().pid == shared_broker.pid
+            assert client.ping().pid == shared_broker.server_pid()
 
 
 def test_connecting_to_a_stopped_broker(stopped: RunningBroker) -> None:

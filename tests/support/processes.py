@@ -66,7 +66,11 @@ class _Lines:
 
 
 class RunningBroker:
-    """`weight-broker serve` in a process of its own, on the simulated device by default."""
+    """`weight-broker serve` with processes of its own, on the simulated device by default.
+
+    `pid` and `process` are the keeper's, which is the one to send signals to; `server_pid()` is of
+    the process it has started to answer engines.
+    """
 
     def __init__(
         self,
@@ -98,13 +102,17 @@ class RunningBroker:
         self._lines = _Lines(self.process.stdout)
         try:
             self.ready_line = self._lines.next(START_SECONDS, "the broker")
-        except EOFError as error:
-            self.process.wait()
+        except (EOFError, AssertionError) as error:
+            self.kill()
             raise AssertionError(f"the broker did not start:\n{self.log.read_text()}") from error
 
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    def server_pid(self) -> int:
+        pid: int = self.status()["broker"]["pid"]
+        return pid
 
     def client(self, **options: Any) -> EngineClient:
         return EngineClient("simulated", directory=self.directory, **options)
@@ -166,8 +174,17 @@ class RunningBroker:
         return sum(entry["waiting"] for entry in self.status()["sets"])
 
     def slabs(self) -> int:
-        """Descriptors of slabs that the process really has, by the kernel's word."""
-        return held_slabs(self.pid)
+        """Slabs that keeper or server really hold, by the kernel's word."""
+        return len({slab for pid in self._processes() for slab in held_slabs(pid)})
+
+    def open_descriptors(self) -> int:
+        return sum(len(descriptors(pid)) for pid in self._processes())
+
+    def resident_bytes(self) -> int:
+        return sum(map(resident_bytes, self._processes()))
+
+    def _processes(self) -> tuple[int, int]:
+        return self.pid, self.server_pid()
 
     # --- its loaders ----------------------------------------------------------------------
 
@@ -296,8 +313,20 @@ def _target(link: Path) -> str:
         return ""
 
 
-def held_slabs(pid: int) -> int:
-    return sum("weight-broker-slab" in target for target in descriptors(pid))
+def held_slabs(pid: int) -> set[int]:
+    """Slabs that a process has descriptors of, by the number of their memory file."""
+    return {
+        inode
+        for link in Path(f"/proc/{pid}/fd").iterdir()
+        if "weight-broker-slab" in _target(link) and (inode := _inode(link))
+    }
+
+
+def _inode(link: Path) -> int:
+    try:
+        return link.stat().st_ino
+    except FileNotFoundError:  # closed meanwhile
+        return 0
 
 
 def resident_bytes(pid: int) -> int:

@@ -1,0 +1,335 @@
+"""A broker's life: one of a name, ready when it says so, its orderly end, its successor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from broker.errors import BrokerLost, BrokerNotFound, Busy, ProtocolMismatch
+from broker.platform import platform_steps
+from engine_client import Checkpoint, EngineClient
+from engine_client.session import connect
+from tests.support.clock import SCALE, eventually
+from tests.support.processes import (
+    ROOT,
+    Engine,
+    LoaderFault,
+    RunningBroker,
+    is_alive,
+    processes_of,
+    wait_until_gone,
+)
+from tests.support.raw import RawDealer
+from tests.support.stored import big_checkpoint, cut_short, small_checkpoint
+
+AT_ONCE_SECONDS = 1.0
+STOP_SECONDS = 5.0
+NO_PLATFORM_EXIT = 3
+
+StartBroker = Callable[..., RunningBroker]
+StartEngine = Callable[..., Engine]
+SIGNALS = [signal.SIGTERM, signal.SIGINT]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> str:
+    return str(small_checkpoint(tmp_path / "checkpoint"))
+
+
+def stop_in_time(broker: RunningBroker, number: signal.Signals) -> None:
+    """An orderly end: in time, exit code 0, no socket and no process left."""
+    began = time.monotonic()
+    assert broker.stop(number) == 0
+    assert time.monotonic() - began < STOP_SECONDS * SCALE
+    assert {path.name for path in broker.directory.iterdir()} <= {
+        "default.lock",
+        "broker.log",
+        "loader-order",
+    }
+    assert processes_of(broker.directory) == []
+
+
+# --- beginning ----------------------------------------------------------------------------------
+
+
+def test_ready_line_means_ready(broker: RunningBroker) -> None:
+    """The first ping after the ready line is answered; the line says where and what."""
+    with RawDealer(broker.directory) as dealer:
+        assert dealer.ping_seconds() < AT_ONCE_SECONDS * SCALE
+    assert broker.ready_line.startswith("weight-broker ready: name=default device=SIM-0 ")
+    for word in ("platform=simulated", f"pid={broker.pid}", str(broker.directory / "default.zmq")):
+        assert word in broker.ready_line
+
+
+def test_second_broker_of_the_name(broker: RunningBroker) -> None:
+    """A second broker of the same name is refused, naming the first, which goes on."""
+    second = serve("--device", "simulated", "--dir", str(broker.directory))
+    assert second.returncode == Busy.exit_code
+    assert f"process {broker.pid}" in second.stderr
+    assert second.stderr.count("\n") == 1
+    with broker.client() as client:
+        assert client.ping().pid == broker.server_pid()
+
+
+def test_two_names_in_one_directory(start_broker: StartBroker, checkpoint: str) -> None:
+    """Brokers of two names in one directory know nothing of each other."""
+    first, second = start_broker("--name", "a"), start_broker("--name", "b")
+    with first.client(broker="a") as a, second.client(broker="b") as b:
+        assert a.ping().pid != b.ping().pid
+        a.acquire(Checkpoint(checkpoint)).release()
+        assert len(a.status()["sets"]) == 1
+        assert b.status()["sets"] == []
+
+
+def serve(*options: str, environ: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run `serve` to its end, which the caller expects to come soon."""
+    return subprocess.run(
+        [sys.executable, "-m", "broker", "serve", *options],
+        capture_output=True,
+        text=True,
+        timeout=30 * SCALE,
+        cwd=ROOT,
+        env={**os.environ, **(environ or {})},
+        check=False,
+    )
+
+
+def skip_where_there_is_a_gpu() -> None:
+    if platform_steps("broker")[-1].ok:
+        pytest.skip("a GPU that can share memory is here: this is for machines without one")
+
+
+def test_serve_without_a_gpu_leaves_nothing(broker_dir: Path) -> None:
+    """Without --device on a machine without GPU: the documented exit code, no file, no folder."""
+    skip_where_there_is_a_gpu()
+    directory = broker_dir / "not there yet"
+    ended = serve(environ={"WEIGHT_BROKER_DIR": str(directory)})
+    assert ended.returncode == NO_PLATFORM_EXIT
+    assert ended.stderr.startswith("[weight-broker:broker] ")
+    assert ended.stderr.count("\n") == 1
+    assert ended.stdout == ""
+    assert list(broker_dir.iterdir()) == []
+
+
+CLIENT_WITHOUT_GPU = """
+import os, sys, threading
+opened = []
+sys.addaudithook(lambda event, args: opened.append(event) if event.startswith("socket.") else None)
+from broker.errors import UnsupportedPlatformForIPCError
+from engine_client import EngineClient
+try:
+    EngineClient()
+except UnsupportedPlatformForIPCError as error:
+    print(error)
+descriptors = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")[:-1]]
+print(opened, [link for link in descriptors if "socket" in link or "event" in link])
+print(threading.active_count(), len(os.listdir("/proc/self/task")))
+"""
+
+
+def test_client_without_a_gpu_opens_no_socket(broker: RunningBroker) -> None:
+    """`EngineClient()` without a GPU raises before any socket exists, though a broker is there."""
+    skip_where_there_is_a_gpu()
+    done = subprocess.run(
+        [sys.executable, "-c", CLIENT_WITHOUT_GPU],
+        capture_output=True,
+        text=True,
+        timeout=30 * SCALE,
+        cwd=ROOT,
+        env={**os.environ, "WEIGHT_BROKER_DIR": str(broker.directory)},
+        check=True,
+    )
+    sentence, opened, threads = done.stdout.splitlines()
+    assert sentence.startswith("[weight-broker:engine] ")
+    assert opened == "[] []"
+    assert threads == "1 1"
+    assert "session-opened" not in broker.log.read_text()
+
+
+def test_client_on_another_platform(broker: RunningBroker) -> None:
+    """Only who asks for the simulated device by name gets it: a broker of it serves nobody else."""
+    with pytest.raises(ProtocolMismatch, match=r"simulated.*cuda"):
+        connect("default", broker.directory, platform="cuda")
+
+
+# --- preload and systemd ------------------------------------------------------------------------
+
+
+def test_preload(start_broker: StartBroker, checkpoint: str, tmp_path: Path) -> None:
+    """What is preloaded is resident and pinned before any engine asks; a bad one is only logged."""
+    broken = cut_short(small_checkpoint(tmp_path / "broken", seed=5))
+    broker = start_broker("--preload", checkpoint, "--preload", str(broken))
+    eventually(lambda: broker.counter("loads_failed") == 1, 20, "the failure of the bad one")
+    eventually(lambda: broker.counter("sets_sealed") == 1, 20, "the preload")
+    (entry,) = eventually(
+        lambda: [e for e in broker.status()["sets"] if e["pinned"]], 2, "the pinned set"
+    )
+    assert entry["leases"] == []
+    with broker.client() as client, client.acquire(Checkpoint(checkpoint)) as weights:
+        assert weights.how == "resident"
+    log = broker.log.read_text()
+    assert f"preload-failed path={broken}" in log
+
+
+def test_notify_socket(start_broker: StartBroker, broker_dir: Path) -> None:
+    """The service manager is told READY=1, when a ping is answered."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(broker_dir / "notify"))
+        manager.settimeout(20 * SCALE)
+        start_broker(environ={"NOTIFY_SOCKET": str(broker_dir / "notify")})
+        assert manager.recv(4096) == b"READY=1"
+        with RawDealer(broker_dir) as dealer:
+            assert dealer.ping_seconds() < AT_ONCE_SECONDS * SCALE
+
+
+def test_notify_socket_that_nobody_serves(start_broker: StartBroker) -> None:
+    """A service manager that cannot be told is a warning, and the broker serves."""
+    broker = start_broker(environ={"NOTIFY_SOCKET": "/nowhere/at/all"})
+    assert broker.counter("requests") > 0
+    assert "WARNING NOTIFY_SOCKET='/nowhere/at/all'" in broker.log.read_text()
+
+
+# --- orderly end --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_stop_idle(broker: RunningBroker, number: signal.Signals) -> None:
+    """An idle broker stops in order at either signal."""
+    stop_in_time(broker, number)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_stop_with_engines(
+    broker: RunningBroker, start_engine: StartEngine, checkpoint: str, number: signal.Signals
+) -> None:
+    """Attached engines are told at once, and what they have mapped stays readable."""
+    engine = start_engine(broker)
+    granted = engine.ask("acquire", path=checkpoint)
+    began = time.time()
+    stop_in_time(broker, number)
+    lost_at = eventually(lambda: engine.ask("lost"), AT_ONCE_SECONDS, "the engine's callback")
+    assert lost_at - began < AT_ONCE_SECONDS * SCALE
+    assert engine.ask("identity") == granted["checkpoint"]
+    engine.tell("acquire", path=checkpoint)
+    assert engine.answer()["error"] == "BrokerLost"
+    engine.ask("release")
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("fault", [LoaderFault.STOPS_AT_START, LoaderFault.STOPS_WHILE_WRITING])
+def test_stop_in_the_middle_of_a_load(
+    broker: RunningBroker,
+    start_engine: StartEngine,
+    checkpoint: str,
+    fault: LoaderFault,
+    number: signal.Signals,
+) -> None:
+    """In the middle of a load: waiting engines get a sentence at once, the loader ends too."""
+    broker.order_loaders(fault)
+    engine = start_engine(broker)
+    engine.tell("acquire", path=checkpoint)
+    loader = broker.stopped_loader()
+    began = time.time()
+    stop_in_time(broker, number)
+    answer = engine.answer()
+    assert answer["error"] in ("ShuttingDown", "BrokerLost")
+    assert answer["sentence"]
+    assert answer["at"] - began < AT_ONCE_SECONDS * SCALE
+    assert not is_alive(loader)
+    assert engine.ask("lost")
+
+
+def test_stop_in_the_middle_of_a_running_load(
+    broker: RunningBroker, start_engine: StartEngine, tmp_path: Path
+) -> None:
+    """A loader that is hard at work does not hold the end up either."""
+    large = big_checkpoint(tmp_path / "large", shards=1, shard_bytes=256 << 20)
+    engine = start_engine(broker)
+    engine.tell("acquire", path=str(large))
+    eventually(lambda: broker.slabs() > 0, 10, "the beginning of the load")
+    stop_in_time(broker, signal.SIGTERM)
+    assert "error" in engine.answer() or engine.ask("identity")
+
+
+def test_impatient_signals(broker: RunningBroker, checkpoint: str) -> None:
+    """Signals without end during the end change nothing about it."""
+    with broker.client() as client:
+        client.acquire(Checkpoint(checkpoint)).release()
+        while broker.process.poll() is None:
+            broker.process.send_signal(signal.SIGINT)
+            broker.process.send_signal(signal.SIGTERM)
+    assert broker.stop() == 0, broker.log.read_text()
+    assert not list(broker.directory.glob("*.zmq"))
+
+
+# --- sudden end and successor -------------------------------------------------------------------
+
+
+def test_killed_broker(
+    broker: RunningBroker, start_engine: StartEngine, start_broker: StartBroker, checkpoint: str
+) -> None:
+    """After SIGKILL engines keep their weights; a successor takes the name and new clients."""
+    engine = start_engine(broker)
+    granted = engine.ask("acquire", path=checkpoint)
+    killed_at = time.time()
+    broker.kill()
+    lost_at = eventually(lambda: engine.ask("lost"), AT_ONCE_SECONDS, "the engine's callback")
+    assert lost_at - killed_at < AT_ONCE_SECONDS * SCALE
+    assert (broker.directory / "default.session").is_socket()
+    with pytest.raises(BrokerNotFound, match=r"default\.session"):
+        broker.client()
+
+    successor = start_broker()
+    engine.tell("status")
+    assert engine.answer()["error"] == "BrokerLost"
+    assert engine.ask("identity") == granted["checkpoint"]
+    with successor.client() as client, client.acquire(Checkpoint(checkpoint)) as weights:
+        assert client.ping().pid == successor.server_pid()
+        assert weights.how == "loaded"
+    # The old engine's mapping is no concern of the successor's.
+    engine.ask("release")
+    assert successor.counter("loads_started") == 1
+
+
+def test_loader_of_a_killed_broker_ends(broker: RunningBroker, checkpoint: str) -> None:
+    """A loader whose broker is gone loads for nobody and ends by itself."""
+    broker.order_loaders(LoaderFault.STOPS_WHILE_WRITING)
+    with broker.client() as client, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(client.acquire, Checkpoint(checkpoint))
+        loader = broker.stopped_loader()
+        broker.kill()
+        with pytest.raises(BrokerLost):
+            asked.result(AT_ONCE_SECONDS * SCALE)
+    os.kill(loader, signal.SIGCONT)
+    wait_until_gone(loader)
+
+
+def test_restart_after_an_orderly_end(start_broker: StartBroker, checkpoint: str) -> None:
+    """A client of the former broker stays lost; its epoch is not the new one's."""
+    first = start_broker()
+    old = first.client()
+    first.stop()
+    second = start_broker()
+    with pytest.raises(BrokerLost):
+        old.acquire(Checkpoint(checkpoint))
+    with second.client() as new:
+        assert new.epoch != old.epoch
+        new.acquire(Checkpoint(checkpoint)).release()
+    old.close()
+
+
+def test_client_finds_no_broker(broker_dir: Path) -> None:
+    """Where no broker is, the sentence names the path that was tried."""
+    with pytest.raises(BrokerNotFound) as caught:
+        EngineClient("simulated", directory=broker_dir)
+    assert caught.value.tried == [str(broker_dir / "default.session")]
+    assert str(broker_dir) in caught.value.sentence
