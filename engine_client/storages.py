@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import itertools
 import os
 import struct
 import weakref
@@ -115,9 +116,10 @@ class SlabStorages:
         self._device_word = _device_word(whole)
         self._rows = array.array("Q")
         self._dims: list[array.array[int]] = []
-        unmap = weakref.finalize(owner, _unmap, mapping, on_last_release, self._pid)
+        key = next(_keys)
+        _mapped[key] = _Slab(self.address, self.nbytes, weakref.ref(self))
+        unmap = weakref.finalize(owner, _unmap, key, mapping, on_last_release, self._pid)
         unmap.atexit = False
-        _slabs.append(_Slab(self.address, self.nbytes, unmap, weakref.ref(self)))
 
     def describe(
         self,
@@ -213,12 +215,13 @@ def torch_device(platform: str, index: int = 0) -> torch.device:
 
 def is_shared_address(address: int) -> bool:
     """Whether a slab that is still mapped (or released, with storages alive) lies there."""
-    return any(slab.start <= address < slab.start + slab.nbytes for slab in _mapped())
+    slabs = list(_mapped.values())
+    return any(slab.start <= address < slab.start + slab.nbytes for slab in slabs)
 
 
 def any_storage_lives() -> bool:
     """Whether anything in this process holds memory of a slab."""
-    for slab in _mapped():
+    for slab in list(_mapped.values()):
         storages = slab.storages()
         if storages is None or storages.is_closed or storages.live_count():
             return True
@@ -256,19 +259,17 @@ def _try(dtype: str) -> bool:
 class _Slab(NamedTuple):
     start: int
     nbytes: int
-    unmap: weakref.finalize[..., Any]
     storages: weakref.ref[SlabStorages]
 
 
-_slabs: list[_Slab] = []
+_keys = itertools.count()
+_mapped: dict[int, _Slab] = {}
 
 
-def _mapped() -> list[_Slab]:
-    _slabs[:] = [slab for slab in _slabs if slab.unmap.alive]
-    return list(_slabs)
-
-
-def _unmap(mapping: Mapping, on_last_release: Callable[[], None] | None, pid: int) -> None:
+def _unmap(
+    key: int, mapping: Mapping, on_last_release: Callable[[], None] | None, pid: int
+) -> None:
+    del _mapped[key]
     if os.getpid() != pid:
         return  # never mapped here: the address range may be somebody else's by now
     mapping.close()

@@ -163,6 +163,7 @@ class SlabTensors:
 
         Idempotent. Tensors that were handed out stay readable.
         """
+        self._cache.clear()
         self._storages.close()
 
     def live_count(self) -> int:
@@ -212,8 +213,9 @@ class SlabTensors:
         return self._starts[at][1] if at >= 0 else None
 
     def _numbers_in_use(self) -> set[int]:
+        spanning = self._storages.whole()
         tensors = (item for item in gc.get_objects() if issubclass(type(item), torch.Tensor))
-        numbers = {self._number_of(tensor) for tensor in tensors}
+        numbers = {self._number_of(tensor) for tensor in tensors if tensor is not spanning}
         return {number for number in numbers if number is not None}
 
     # --- making --------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import Protocol
 import pytest
 from torch import Tensor
 
-from tests.engine_client.slabs import Slab
+from tests.engine_client.slabs import Slab, slab_of
 
 
 class MakeSlab(Protocol):
@@ -18,7 +18,7 @@ def make_slab() -> Iterator[MakeSlab]:
     made: list[Slab] = []
 
     def make(tensors: Mapping[str, Tensor], kinds: Mapping[str, str] | None = None) -> Slab:
-        made.append(Slab(tensors, kinds or {}))
+        made.append(slab_of(tensors, kinds or {}))
         return made[-1]
 
     yield make

@@ -24,42 +24,19 @@ from engine_client.views import SlabTensors
 
 
 class Slab:
-    """A sealed slab holding copies of these tensors; what shares a storage shares one in there.
+    """A sealed slab with these bytes, described by this manifest.
 
     Attributes:
         descriptor: read-only, as an engine gets it.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> None:
+    def __init__(self, manifest: Manifest, contents: bytes) -> None:
         self.device = SimulatedDevice()
-        by_storage: dict[int, list[str]] = {}
-        for name, tensor in tensors.items():
-            # An empty storage has no address, so it is never shared.
-            key = tensor.untyped_storage().data_ptr() or -len(by_storage) - 1
-            by_storage.setdefault(key, []).append(name)
-        offsets: dict[str, int] = {}
-        aliases: list[AliasGroup] = []
-        contents: list[tuple[int, bytes]] = []
-        end = 0
-        for names in by_storage.values():
-            storage = tensors[names[0]].untyped_storage()
-            tied = len(names) > 1
-            for name in names:
-                start = int(tensors[name].storage_offset()) * tensors[name].element_size()
-                offsets[name] = end + (start if tied else 0)
-            data = _bytes_of(storage) if tied else extent_bytes(tensors[names[0]])
-            if tied:
-                aliases.append(AliasGroup(names=names, offset=end, nbytes=len(data)))
-            contents.append((end, data))
-            end = align_up(end + len(data), SLOT_ALIGNMENT)
-        self.manifest = Manifest(
-            nbytes=max(end, 1), groups=_groups(tensors, offsets, kinds), aliases=aliases
-        )
-        self.nbytes = align_up(max(end, 1), self.device.properties.granularity)
-        validate_manifest(self.manifest, self.nbytes)
+        self.manifest = manifest
+        self.nbytes = align_up(max(manifest.nbytes, 1), self.device.properties.granularity)
+        validate_manifest(manifest, self.nbytes)
         writable = self.device.create(self.nbytes)
-        for offset, data in contents:
-            os.pwrite(writable, data, offset)
+        os.pwrite(writable, contents[: self.nbytes], 0)
         self.descriptor = self.device.freeze(writable)
         os.close(writable)
 
@@ -74,6 +51,33 @@ class Slab:
 
     def close(self) -> None:
         os.close(self.descriptor)
+
+
+def slab_of(tensors: Mapping[str, Tensor], kinds: Mapping[str, str]) -> Slab:
+    """Copies of these tensors; what shares a storage shares one in there, unless it is empty."""
+    by_storage: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        address = tensor.untyped_storage().data_ptr()
+        key = address if tensor.numel() else -len(by_storage) - 1
+        by_storage.setdefault(key, []).append(name)
+    offsets: dict[str, int] = {}
+    aliases: list[AliasGroup] = []
+    contents = bytearray()
+    for names in by_storage.values():
+        contents += bytes(-len(contents) % SLOT_ALIGNMENT)
+        start, first = len(contents), tensors[names[0]]
+        if len(names) == 1:
+            offsets[names[0]] = start
+            contents += extent_bytes(first)
+            continue
+        for name in names:
+            offset = int(tensors[name].storage_offset())
+            offsets[name] = start + offset * tensors[name].element_size()
+        contents += _bytes_of(first.untyped_storage())
+        aliases.append(AliasGroup(names=names, offset=start, nbytes=len(contents) - start))
+    groups = _groups(tensors, offsets, kinds)
+    manifest = Manifest(nbytes=max(len(contents), 1), groups=groups, aliases=aliases)
+    return Slab(manifest, bytes(contents))
 
 
 def extent_bytes(tensor: Tensor) -> bytes:
@@ -92,10 +96,6 @@ def random_tensor(dtype: str, *shape: int, seed: int = 0) -> Tensor:
     high = 2 if dtype == "bool" else 256
     raw = torch.randint(0, high, (count,), dtype=torch.uint8, generator=generator)
     return raw.view(wanted).view(shape)
-
-
-def is_inside(tensor: Tensor, tensors: SlabTensors) -> bool:
-    return tensors.owns(tensor)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> bytes:
