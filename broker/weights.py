@@ -18,6 +18,8 @@ SLOT_ALIGNMENT = 512
 at least 16)."""
 
 MANIFEST_VERSION = 1
+MAX_METADATA_BYTES = 64 * 1024
+"""What a publisher may give along with a set: every engine that maps it reads all of it."""
 
 _INT64_MAX = (1 << 63) - 1
 

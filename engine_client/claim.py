@@ -6,6 +6,7 @@ Engines that publish and loaders do the same steps; whoever holds a claim and di
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -17,6 +18,8 @@ from engine_client.deadline import Deadline
 from engine_client.session import Session
 
 ATTACH_SECONDS = 30.0
+REPORT_SECONDS = 0.25
+"""More often would only fill the broker's queue: it passes on four reports a second."""
 
 
 class HeldClaim:
@@ -28,7 +31,12 @@ class HeldClaim:
 
     @contextmanager
     def reserve(
-        self, manifest: Manifest, dtype: str, quantization: str = ""
+        self,
+        manifest: Manifest,
+        dtype: str,
+        quantization: str = "",
+        *,
+        deadline: Deadline | None = None,
     ) -> Iterator[tuple[int, int]]:
         """Have a slab created for this manifest: its writable descriptor, and its size in bytes.
 
@@ -36,6 +44,8 @@ class HeldClaim:
 
         Raises:
             OverBudget: it does not fit; the claim is still held.
+            Busy: the generation's label has been given meanwhile; the claim is still held.
+            RequestTimeout: only with a deadline.
         """
         blob = sealed_memfd("weight-broker-manifest", encode_manifest(manifest))
         request = wire.Reserve(
@@ -43,7 +53,12 @@ class HeldClaim:
         )
         try:
             reserved = self._session.call(
-                "reserve", request, wire.Reserved, deliver=("manifest", blob)
+                "reserve",
+                request,
+                wire.Reserved,
+                deadline=deadline,
+                stage="waiting for memory",
+                deliver=("manifest", blob),
             )
         finally:
             os.close(blob)
@@ -54,28 +69,50 @@ class HeldClaim:
             os.close(slab)
 
     def seal(
-        self, checkpoint: str = "", files: Sequence[wire.FileStamp] = (), *, keep: bool = False
+        self,
+        checkpoint: str = "",
+        files: Sequence[wire.FileStamp] = (),
+        *,
+        keep: bool = False,
+        deadline: Deadline | None = None,
     ) -> wire.Sealed:
         """Publish what was written. The claim is over, or with `keep` a lease from now on.
 
+        Args:
+            checkpoint: the content's identity; "" for what the claim's key says.
+
         Raises:
             BadRequest: the slab is still mapped writable somewhere; the set is discarded.
+            RequestTimeout: only with a deadline; it may be sealed all the same.
         """
         request = wire.Seal(self.claim, checkpoint, list(files), keep)
-        return self._session.call("seal", request, wire.Sealed)
+        return self._session.call(
+            "seal", request, wire.Sealed, deadline=deadline, stage="waiting for the seal"
+        )
 
     def resolve(self, checkpoint: str, files: Sequence[wire.FileStamp]) -> bool:
         """Whether this content is resident already; if it is, the claim is over."""
         request = wire.Resolve(self.claim, checkpoint, list(files))
         return self._session.call("resolve", request, wire.Resolved).resident
 
-    def abandon(self, error: BrokerError) -> None:
+    def abandon(self, error: BrokerError, deadline: Deadline | None = None) -> None:
         """Give up; those who wait are told why, or one of them takes the claim over."""
-        payload = error.to_payload().decode()
-        self._session.call("abandon", wire.Abandon(self.claim, error.status, payload), wire.Done)
+        request = wire.Abandon(self.claim, error.status, error.to_payload().decode())
+        self._session.call("abandon", request, wire.Done, deadline=deadline)
+
+    def report(self, stage: str, done: int = 0, total: int = 0) -> None:
+        """Tell everybody who waits, in bytes; a stage without an end has none. Does not block."""
+        self._session.notify("report", wire.Report(self.claim, stage, done, total))
 
     def reporter(self, stage: str) -> Callable[[int, int], None]:
-        """A callback (done, total) in bytes that tells everybody who waits. Does not block."""
-        return lambda done, total: self._session.notify(
-            "report", wire.Report(self.claim, stage, done, total)
-        )
+        """A callback (done, total) in bytes for `report`; most calls come to nothing."""
+        told = float("-inf")
+
+        def report(done: int, total: int) -> None:
+            nonlocal told
+            now = time.monotonic()
+            if done >= total or now - told >= REPORT_SECONDS:
+                told = now
+                self.report(stage, done, total)
+
+        return report

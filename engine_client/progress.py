@@ -18,7 +18,11 @@ def progress_printer(what: str, stream: TextIO | None = None) -> Callable[[Progr
         return lambda _progress: None
 
     def show(progress: Progress) -> None:
-        done = progress.done / progress.total if progress.total else 1.0
+        if not progress.total:  # a stage without an end that is known
+            stream.write(f"\r{what}: {progress.stage}")
+            stream.flush()
+            return
+        done = progress.done / progress.total
         bar = ("#" * int(done * BAR_WIDTH)).ljust(BAR_WIDTH)
         end = "\n" if progress.done >= progress.total else ""
         stream.write(f"\r{what}: {progress.stage} [{bar}] {done:4.0%}{end}")

@@ -12,8 +12,8 @@ import cloudpickle
 import msgspec
 
 from broker import wire
-from broker.devices.base import Device, DeviceError, DeviceOutOfMemory
-from broker.errors import BadRequest, BrokerError, InternalError, LoadFailed, OverBudget
+from broker.devices.base import Device
+from broker.errors import BadRequest, BrokerError, InternalError, LoadFailed, UsageError
 from broker.loader.code import ShippedCode
 from broker.memfd import sealed_memfd
 from broker.weights import WeightKey
@@ -30,15 +30,19 @@ if TYPE_CHECKING:
 
     Publishable: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor]
 
-ATTACH_SECONDS = 30.0
 LOAD_SECONDS = 3600.0
 """Default deadline of a shipped loader."""
+GIVE_UP_SECONDS = 2.0
+"""How long a publisher that failed waits for the broker to confirm that nothing is left."""
 
 Show: TypeAlias = Callable[[wire.Progress], None]
 
 
 class Publisher:
-    """The part of a client that makes weight sets. Every method blocks."""
+    """The part of a client that makes weight sets. Every method blocks.
+
+    Usable from several threads, also for different keys at once.
+    """
 
     _session: Session
     _device: Device
@@ -57,6 +61,7 @@ class Publisher:
         *,
         generation: str | None = None,
         metadata: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
     ) -> WeightSet:
         """Make the weights a new generation of the key's name, and map it.
 
@@ -69,19 +74,25 @@ class Publisher:
                 client's.
             weights: a module, or named tensors, on any device.
             generation: a label that nobody has given yet; None: the next number.
-            metadata: small and msgpack-able; `weights.metadata` of everybody who maps the set.
+            metadata: small and msgpack-able; `weights.metadata` of everybody who maps the set. It
+                arrives as msgpack has it: tuples as lists.
+            timeout: seconds for what the broker has to do; the copying is not interrupted. None:
+                as long as it takes and the broker lives.
 
         Raises:
             Busy: another is publishing under this name now, or the label is taken. Nothing of yours
                 was published; acquire theirs, or try again.
-            OverBudget: it does not fit.
-            UsageError: tensors that cannot be published, each with its reason.
+            OverBudget: it does not fit; the sentence says what is held by whom.
+            UsageError: tensors that cannot be published, each with its reason; or bad metadata.
+            RequestTimeout: nothing of yours is left at the broker.
             BrokerLost.
         """
-        claim = self._claim(self._own_key(key), generation, fresh=True, stage=Stage("a claim"))
+        own, deadline = self._own_key(key), Deadline(timeout)
+        stage = Stage("the right to publish")
+        claim = self._claim(own, generation, fresh=True, stage=stage, deadline=deadline)
         if isinstance(claim, WeightSet):
             raise InternalError("the broker granted a lease on what was to be published anew")
-        return self._write(claim, weights, metadata)
+        return self._write(claim, weights, metadata, deadline)
 
     def get_or_publish(
         self,
@@ -100,10 +111,17 @@ class Publisher:
 
         Args:
             build: called without arguments, in this thread, in one engine at a time.
-            timeout: seconds to wait for another engine's weights; None: as long as it builds.
+            generation: the label demanded, and given if this engine builds; None: the newest, or
+                the next number.
+            metadata: as for `publish`, if this engine builds.
+            timeout: seconds to wait for another engine's weights; None: as long as it builds. Does
+                not interrupt this engine's own `build`.
+            progress: called in this thread with what the builder reports, at most 4 times a second;
+                None: a line on the terminal, if standard error is one.
 
         Raises:
             RequestTimeout: names the stage; nothing is left at the broker.
+            LoadFailed: the last engine that was willing to build failed; its cause.
             What `build` raises, in the engine that ran it, and the errors of `publish`.
         """
         stage = Stage("another engine's weights", progress or progress_printer(_name_of(key)))
@@ -113,11 +131,12 @@ class Publisher:
         if isinstance(claim, WeightSet):
             return claim
         try:
+            claim.report("building")
             built = build()
         except BaseException as error:
-            claim.abandon(_cause(error, "the engine that built the weights"))
+            self._give_up(claim, _builder_failed(error))
             raise
-        return self._write(claim, built, metadata)
+        return self._write(claim, built, metadata, Deadline(None))
 
     def get_or_load(
         self,
@@ -142,16 +161,14 @@ class Publisher:
         Raises:
             BadRequest: the broker runs no such loaders (`serve --allow-loaders`).
             LoadFailed: it raised (`traceback`), exited, crashed, was killed, or took too long; the
-                sentence says which.
+                sentence and `reason` say which, `last_words` is the end of what it printed.
+            UsageError: cloudpickle cannot pack it.
             RequestTimeout, OverBudget, BrokerLost.
         """
         own = self._own_key(key)
         lease = str(next(self._leases))
         description = _describe(loader)
-        code = ShippedCode(
-            [os.path.abspath(entry) for entry in sys.path], cloudpickle.dumps(loader)
-        )
-        descriptor = sealed_memfd("weight-broker-code", wire.encode(code))
+        descriptor = sealed_memfd("weight-broker-code", wire.encode(_packed(loader, description)))
         stage = Stage("the loader's weights", progress or progress_printer(_name_of(key)))
         deadline = Deadline(timeout)
         try:
@@ -175,6 +192,8 @@ class Publisher:
         uuid = self._device.properties.uuid
         if isinstance(key, str):
             return WeightKey(device=uuid, name=key, format="published")
+        if not isinstance(key, WeightKey):
+            raise UsageError(f"the key must be a name or a WeightKey, not {type(key).__name__}")
         if key.device not in ("", uuid):
             raise BadRequest(f"the key is for device {key.device}, this client is on {uuid}")
         return msgspec.structs.replace(key, device=uuid)
@@ -186,11 +205,10 @@ class Publisher:
         *,
         fresh: bool,
         stage: Stage,
-        deadline: Deadline | None = None,
+        deadline: Deadline,
     ) -> HeldClaim | WeightSet:
         """The right to write, or, if the set is there, a lease on it."""
         lease = str(next(self._leases))
-        deadline = deadline or Deadline(None)
         try:
             payload = self._session.ask(
                 "claim",
@@ -208,33 +226,53 @@ class Publisher:
             raise
 
     def _write(
-        self, claim: HeldClaim, weights: Publishable, metadata: Mapping[str, Any] | None
+        self,
+        claim: HeldClaim,
+        weights: Publishable,
+        metadata: Mapping[str, Any] | None,
+        deadline: Deadline,
     ) -> WeightSet:
         """Fill and seal a claim, map it, and rebind a module."""
-        from engine_client.publishing import plan_publication, rebind, write_publication
+        from engine_client.publishing import rebind
 
         try:
-            publication = plan_publication(weights, metadata)
-            with claim.reserve(publication.manifest, publication.dtype) as (slab, nbytes):
-                write_publication(publication, self._device, slab, nbytes)
-            del publication
-            sealed = claim.seal(keep=True)
+            granted = self._fill(claim, weights, metadata, deadline)
+            held = self._hold(attach(self._session, self._device, granted, deadline))
         except BaseException as error:
-            self._give_up(claim, error)
+            self._give_up(claim, _publisher_failed(error))
             raise
-        if sealed.granted is None:
-            raise InternalError("the broker sealed the weights and gave no lease on them")
-        granted = sealed.granted
-        held = self._hold(attach(self._session, self._device, granted, Deadline(ATTACH_SECONDS)))
         rebind(weights, held)
         return held
 
-    def _give_up(self, claim: HeldClaim, error: BaseException) -> None:
-        if self._session.is_usable:
-            try:
-                claim.abandon(_cause(error, "the engine that published the weights"))
-            except BrokerError:
-                return  # evicted meanwhile: the claim is over already
+    def _fill(
+        self,
+        claim: HeldClaim,
+        weights: Publishable,
+        metadata: Mapping[str, Any] | None,
+        deadline: Deadline,
+    ) -> wire.Granted:
+        """Everything between the claim and the lease that it becomes."""
+        from engine_client.publishing import plan_publication, write_publication
+
+        publication = plan_publication(weights, metadata)
+        reserving = claim.reserve(publication.manifest, publication.dtype, deadline=deadline)
+        with reserving as (slab, nbytes):
+            report = claim.reporter("copying")
+            write_publication(publication, self._device, slab, nbytes, report)
+        sealed = claim.seal(keep=True, deadline=deadline)
+        if sealed.granted is None:
+            raise InternalError("the broker sealed the weights and gave no lease on them")
+        return sealed.granted
+
+    def _give_up(self, claim: HeldClaim, cause: BrokerError) -> None:
+        """The claim is over, whatever has become of it, and who waits knows why."""
+        if not self._session.is_usable:
+            return
+        try:
+            claim.abandon(cause, Deadline(GIVE_UP_SECONDS))
+        except BrokerError:
+            # Evicted meanwhile, or sealed and a lease by now.
+            self._withdraw(claim.claim)
 
 
 def _name_of(key: WeightKey | str) -> str:
@@ -248,13 +286,26 @@ def _describe(loader: Callable[[], object]) -> str:
     return printable[:100] or "?"
 
 
-def _cause(error: BaseException, who: str) -> BrokerError:
-    if isinstance(error, BrokerError):
+def _packed(loader: Callable[[], object], description: str) -> ShippedCode:
+    path = [os.path.abspath(entry) for entry in sys.path]
+    try:
+        return ShippedCode(path, cloudpickle.dumps(loader))
+    except Exception as error:  # whatever the objects it refers to raise
+        raise UsageError(
+            f"the loader {description} cannot be shipped: {type(error).__name__}: {error}; open "
+            "what it needs (files, locks, connections) inside of it"
+        ) from error
+
+
+def _builder_failed(error: BaseException) -> BrokerError:
+    """What those who wait are told of an exception of the engine's own code."""
+    sentence = error.sentence if isinstance(error, BrokerError) else str(error)
+    said = f"{type(error).__name__}: {sentence}".removesuffix(": ")
+    return LoadFailed(f"the engine that built the weights failed: {said}", reason="builder-failed")
+
+
+def _publisher_failed(error: BaseException) -> BrokerError:
+    """What those who wait are told of a publication that did not come to its end."""
+    if isinstance(error, BrokerError) and not isinstance(error, UsageError):
         return error
-    if isinstance(error, DeviceOutOfMemory):
-        return OverBudget(f"{who} found no memory for them: {error}")
-    if isinstance(error, DeviceError):
-        return InternalError(f"{who} could not write them: {error}")
-    return LoadFailed(
-        f"{who} failed: {type(error).__name__}: {error}".strip(), reason="builder-failed"
-    )
+    return _builder_failed(error)

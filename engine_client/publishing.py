@@ -6,18 +6,20 @@ fused weight) shares one in the slab, at the same distances and with the same st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from broker.devices.base import Device
-from broker.errors import UsageError
+from broker.devices.base import Device, DeviceError, DeviceOutOfMemory
+from broker.errors import InternalError, OverBudget, UsageError
 from broker.weights import (
     ITEM_BYTES,
+    MAX_METADATA_BYTES,
     SLOT_ALIGNMENT,
     AliasGroup,
     Manifest,
@@ -26,6 +28,7 @@ from broker.weights import (
     storage_extent,
 )
 from engine_client.binding import binding_of
+from engine_client.matching import walk
 from engine_client.storages import SlabStorages, torch_device
 from engine_client.weight_set import WeightSet
 
@@ -79,8 +82,10 @@ def plan_publication(
         metadata: small, msgpack-able; delivered with the set.
 
     Raises:
-        UsageError: tensors that cannot be published as bytes, each with its reason.
+        UsageError: it is neither; tensors that cannot be published as bytes, each with its reason;
+            metadata that msgpack cannot hold, or too much of it.
     """
+    given = _checked_metadata(metadata or {})
     entries = list(_entries(source))
     _refuse_unpublishable(entries)
     layout = _Layout()
@@ -90,64 +95,135 @@ def plan_publication(
         nbytes=layout.nbytes,
         groups=list(layout.groups.values()),
         aliases=layout.aliases,
-        metadata=dict(metadata or {}),
+        metadata=given,
     )
     return Publication(manifest, layout.parts, _key_dtype(entries))
 
 
 def write_publication(
-    publication: Publication, device: Device, descriptor: int, nbytes: int, device_index: int = 0
+    publication: Publication,
+    device: Device,
+    descriptor: int,
+    nbytes: int,
+    report: Callable[[int, int], None] | None = None,
 ) -> None:
     """Copy everything into a slab. Blocks; nothing is mapped any more when it returns.
 
     Args:
         descriptor: the slab, writable; borrowed.
-        device_index: which GPU of this process the device is.
+        report: called now and then with the bytes done and the bytes in all.
+
+    Raises:
+        OverBudget, InternalError: the slab cannot be mapped.
     """
-    mapping = device.map(descriptor, nbytes, writable=True)
-    storages = SlabStorages(mapping, torch_device(device.properties.platform, device_index))
     try:
-        copy_parts(publication, storages.whole())
+        mapping = device.map(descriptor, nbytes, writable=True)
+    except DeviceOutOfMemory as error:
+        raise OverBudget(f"the slab to publish into cannot be mapped: {error}") from error
+    except DeviceError as error:
+        raise InternalError(f"the slab to publish into cannot be mapped: {error}") from error
+    storages = SlabStorages(mapping, torch_device(device.properties.platform, device.ordinal))
+    try:
+        copy_parts(publication, storages.whole(), report)
     finally:
         storages.close()
 
 
 def rebind(source: Module | Mapping[str, Tensor], weights: WeightSet) -> None:
-    """Make the parameters of the module that was published views of what was published."""
-    if isinstance(source, Module):
-        binding = binding_of(source)
-        if binding is not None:
-            binding.detach()
-        weights.bind(source)
+    """Make the parameters of the module that was published views of what was published.
+
+    Its buffers stay the very objects they are, unless they have to move to the weights' device. A
+    module that was bound before stays guarded if it was.
+    """
+    if not isinstance(source, Module):
+        return
+    binding = binding_of(source)
+    guard = binding is not None and binding.guard is not None
+    if binding is not None:
+        binding.detach()
+    own = [
+        (at._buffers, key, buffer)  # noqa: SLF001 - torch offers no way to set one back
+        for _path, at in walk(source)
+        for key, buffer in at._buffers.items()  # noqa: SLF001
+        if buffer is not None
+    ]
+    weights.bind(source, guard=guard)
+    for entries, key, buffer in own:
+        moved = entries[key]
+        if moved is not None and moved.device == buffer.device:
+            entries[key] = buffer
 
 
-def copy_parts(publication: Publication, slab: Tensor) -> None:
+def copy_parts(
+    publication: Publication, slab: Tensor, report: Callable[[int, int], None] | None = None
+) -> None:
     """Copy every storage into the slab. Blocks until the bytes have arrived.
 
     Args:
         slab: the whole slab as a writable one-dimensional uint8 tensor.
+        report: called after each storage with the bytes done and the bytes in all.
     """
+    done, total = 0, sum(source.numel() for source, _offset in publication.parts)
     for source, offset in publication.parts:
         slab[offset : offset + source.numel()].copy_(source, non_blocking=True)
+        done += source.numel()
+        if report is not None:
+            report(done, total)
     if slab.is_cuda:
         torch.cuda.synchronize(slab.device)
 
 
+def _checked_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The metadata as everybody who maps the set will read it."""
+    if not isinstance(metadata, Mapping):
+        raise UsageError(f"metadata must be a mapping, not {type(metadata).__name__}")
+    try:
+        encoded = msgspec.msgpack.encode(dict(metadata))
+        read: dict[str, Any] = msgspec.msgpack.decode(encoded, type=dict[str, Any])
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise UsageError(
+            f"metadata must be what msgpack can hold, with text for keys: {error}"
+        ) from error
+    if len(encoded) > MAX_METADATA_BYTES:
+        raise UsageError(
+            f"metadata has {len(encoded)} bytes, {MAX_METADATA_BYTES} are allowed: put what is "
+            "large into a file or a tensor, and its name here"
+        )
+    return read
+
+
 def _entries(source: Module | Mapping[str, Tensor]) -> Iterator[_Entry]:
     if isinstance(source, Module):
-        for name, parameter in source.named_parameters(remove_duplicate=False):
-            yield _entry(name, parameter.data, "parameter")
-        for name, buffer in source.named_buffers(remove_duplicate=False):
-            yield _entry(name, buffer, _buffer_kind(source, name))
+        yield from _module_entries(source)
         return
+    if not isinstance(source, Mapping):
+        raise UsageError(
+            "only a torch module or a mapping of names to tensors can be published, "
+            f"not {type(source).__name__}"
+        )
     for name, tensor in source.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise UsageError(
+                f"a mapping to publish holds names and tensors, {name!r} leads to "
+                f"{type(tensor).__name__}"
+            )
         kind = "parameter" if isinstance(tensor, Parameter) else "tensor"
         yield _entry(name, tensor.detach(), kind)
 
 
-def _buffer_kind(module: Module, name: str) -> str:
-    path, _, leaf = name.rpartition(".")
-    is_private = leaf in module.get_submodule(path)._non_persistent_buffers_set  # noqa: SLF001 - torch offers no other way to ask
+def _module_entries(module: Module) -> Iterator[_Entry]:
+    """Parameters and buffers under every path that leads to them."""
+    for path, at in walk(module):
+        for key, parameter in at._parameters.items():  # noqa: SLF001 - with the others' names
+            if parameter is not None:
+                yield _entry(path + key, parameter.data, "parameter")
+        for key, buffer in at._buffers.items():  # noqa: SLF001
+            if buffer is not None:
+                yield _entry(path + key, buffer.detach(), _buffer_kind(at, key))
+
+
+def _buffer_kind(owner: Module, key: str) -> str:
+    is_private = key in owner._non_persistent_buffers_set  # noqa: SLF001 - no other way to ask
     return "non-persistent-buffer" if is_private else "buffer"
 
 
@@ -162,7 +238,7 @@ def _entry(name: str, tensor: Tensor, kind: str) -> _Entry:
 
 
 def _refuse_unpublishable(entries: list[_Entry]) -> None:
-    faults = [f"{entry.name} ({fault})" for entry in entries if (fault := _fault(entry.tensor))]
+    faults = [f"{entry.name!r} ({fault})" for entry in entries if (fault := _fault_of(entry))]
     if faults:
         more = f" and {len(faults) - _NAMES_SHOWN} more" if len(faults) > _NAMES_SHOWN else ""
         raise UsageError(
@@ -170,6 +246,21 @@ def _refuse_unpublishable(entries: list[_Entry]) -> None:
             "publish plain strided tensors that hold values",
             tensors=len(faults),
         )
+
+
+def _fault_of(entry: _Entry) -> str:
+    fault = _fault(entry.tensor)
+    if not fault and entry.end > entry.tensor.untyped_storage().nbytes():
+        fault = "its storage is smaller than the tensor"
+    return fault or ("" if _is_text(entry.name) else "its name is not valid Unicode")
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _fault(tensor: Tensor) -> str:

@@ -29,4 +29,6 @@ class Stage:
         if self._last is None:
             return f"waiting for {self._what}"
         done, total = self._last.done, self._last.total
+        if not total:
+            return f"waiting for {self._what} ({self._last.stage})"
         return f"waiting for the load ({self._last.stage}, {done} of {total} bytes)"

@@ -15,31 +15,30 @@ from typing import Any
 import msgspec
 
 from broker.devices.base import Device
-from broker.errors import BrokerError, LoadFailed
+from broker.errors import LoadFailed, UsageError
 from broker.loader.code import ShippedCode
 from broker.loaders import ShippedWork
 from engine_client.claim import HeldClaim
 
-MAX_TRACEBACK_CHARACTERS = 6000
+MAX_TRACEBACK_BYTES = 6000
 
 
 def run_shipped(claim: HeldClaim, device: Device, work: ShippedWork, descriptor: int) -> None:
     """Call the code without arguments and publish the module or mapping of tensors it returns.
 
     Raises:
-        LoadFailed: the code could not be loaded, raised, or returned something else.
-        BrokerError: what it returned cannot be published.
+        LoadFailed: the code could not be unpacked, raised, or returned what cannot be published.
+        BrokerError: its weights do not fit, or the broker is gone.
     """
     result = _call(work, _read(descriptor))
     from engine_client.publishing import plan_publication, write_publication  # imports torch
 
     try:
         publication = plan_publication(result)
-    except (TypeError, AttributeError) as error:
+    except UsageError as error:
         raise LoadFailed(
-            f"the loader {work.description} returned {type(result).__name__}, not a module or a "
-            "mapping of names to tensors",
-            reason="loader-raised",
+            f"what the loader {work.description} returned cannot be published: {error.sentence}",
+            reason="loader-returned",
         ) from error
     with claim.reserve(publication.manifest, publication.dtype) as (slab, nbytes):
         write_publication(publication, device, slab, nbytes)
@@ -54,14 +53,21 @@ def _call(work: ShippedWork, data: bytes) -> Any:
     try:
         code = msgspec.msgpack.decode(data, type=ShippedCode)
         sys.path.extend(entry for entry in code.path if entry not in sys.path)
-        return pickle.loads(code.pickled)()  # noqa: S301 - what this process is for
-    except BrokerError:
-        raise
+        loader = pickle.loads(code.pickled)  # noqa: S301 - what this process is for
     except Exception as error:
-        trace = traceback.format_exc()
-        print(trace, file=sys.stderr)
-        raise LoadFailed(
-            f"the loader {work.description} raised {type(error).__name__}: {error}",
-            reason="loader-raised",
-            traceback=trace[-MAX_TRACEBACK_CHARACTERS:],
-        ) from error
+        raise _failed(work, "could not be unpacked", "loader-unpickled", error) from error
+    try:
+        return loader()
+    except Exception as error:
+        raise _failed(work, "raised", "loader-raised", error) from error
+
+
+def _failed(work: ShippedWork, how: str, reason: str, error: Exception) -> LoadFailed:
+    trace = traceback.format_exc()
+    print(trace, file=sys.stderr)
+    # ASCII: escaped on its way, an error's fields must not grow beyond what may travel.
+    shown = trace.encode("ascii", "backslashreplace")[-MAX_TRACEBACK_BYTES:].decode()
+    said = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return LoadFailed(
+        f"the loader {work.description} {how}: {said}", reason=reason, traceback=shown
+    )
