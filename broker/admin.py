@@ -35,6 +35,15 @@ def evict_sets(name: str, directory: Path | None, which: str) -> int:
     return 0
 
 
+def upgrade_broker(name: str, directory: Path | None) -> int:
+    """`weight-broker upgrade`: returns when the new server answers."""
+    with _observe(name, directory) as client:
+        client.upgrade()
+        broker = client.status()["broker"]
+    print(f"upgraded: server {broker['pid']} goes on, keeper {broker['keeper_pid']} stays")
+    return 0
+
+
 def shutdown_broker(name: str, directory: Path | None, *, force: bool) -> int:
     """`weight-broker shutdown`: returns when the broker has ended."""
     with _observe(name, directory) as client:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from broker.admin import evict_sets, print_status, shutdown_broker, verify_sets
+from broker.admin import evict_sets, print_status, shutdown_broker, upgrade_broker, verify_sets
 from broker.config import BrokerConfig
 from broker.errors import BrokerError
 from broker.platform import platform_steps
@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     evict.add_argument("set", help="a set's id, name or content identity, as status shows it")
     verify = _add(commands, "verify", _verify, "digest resident weights and compare")
     verify.add_argument("set", nargs="?", help="a set's id or name; default: every sealed set")
+    _add(commands, "upgrade", _upgrade, "replace the server; engines notice nothing")
     shutdown = _add(commands, "shutdown", _shutdown, "stop the broker in order")
     shutdown.add_argument("--force", action="store_true", help="also while engines hold leases")
     doctor = _add(commands, "doctor", _doctor, "check step by step whether a broker can work here")
@@ -161,6 +162,10 @@ def _evict(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     return verify_sets(options.name, options.directory, options.set)
+
+
+def _upgrade(options: argparse.Namespace) -> int:
+    return upgrade_broker(options.name, options.directory)
 
 
 def _shutdown(options: argparse.Namespace) -> int:

@@ -94,6 +94,10 @@ class Dispatcher:
                 return self._answer(ticket, self._hello(ticket, message))
             case wire.Shutdown(force):
                 return self._shutdown(ticket, force=force)
+            case wire.Upgrade():
+                actions = self._answer(ticket, wire.Done())
+                self._broker.hand_over()
+                return actions
             case wire.Acquire():
                 if message.source is not None:
                     ticket.source = self._take(ticket, "source")
@@ -293,6 +297,8 @@ class Dispatcher:
             "broker": {
                 "name": broker.config.name,
                 "pid": os.getpid(),
+                "keeper_pid": os.getppid(),
+                "restarts": broker.restarts,
                 "epoch": broker.epoch,
                 "protocol": wire.PROTOCOL,
                 "platform": broker.platform,

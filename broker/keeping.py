@@ -39,6 +39,7 @@ class KeeperLink:
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
+        self._is_gone = False
 
     def fileno(self) -> int:
         """Readable at end-of-file: the keeper has gone."""
@@ -89,6 +90,8 @@ class KeeperLink:
         self._send("ready", record=line.encode())
 
     def close(self) -> None:
+        """Record nothing any more. Idempotent."""
+        self._is_gone = True
         self._link.close()
 
     def _send(
@@ -99,9 +102,13 @@ class KeeperLink:
         record: bytes = b"",
         descriptors: Sequence[int] = (),
     ) -> None:
+        if self._is_gone:
+            return
         packed, all_descriptors, spill = pack_record(record, descriptors)
         try:
             send_item(self._link, verb, kind, key, packed, all_descriptors)
+        except (BrokenPipeError, ConnectionResetError):
+            self._is_gone = True  # the loop sees end-of-file next, and stops
         finally:
             if spill is not None:
                 os.close(spill)

@@ -159,6 +159,10 @@ class Shutdown(Message, frozen=True):
     force: bool = False
 
 
+class Upgrade(Message, frozen=True):
+    """Replace the server, by the version that is installed now; engines notice nothing."""
+
+
 class Hello(Message, frozen=True):
     token: bytes
     protocol: int
@@ -281,6 +285,7 @@ REQUESTS: dict[str, type[Message]] = {
     "ping": Ping,
     "status": Status,
     "shutdown": Shutdown,
+    "upgrade": Upgrade,
     "hello": Hello,
     "acquire": Acquire,
     "claim": Claim,

@@ -6,7 +6,9 @@ unless the code it was shipped needs it.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -14,9 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from broker.devices import open_devices
-from broker.devices.base import Device
-from broker.errors import BrokerError, InternalError
+from broker.devices import open_device
+from broker.devices.base import DeviceError, DeviceOutOfMemory
+from broker.errors import BrokerError, InternalError, OverBudget
 from broker.loader.checkpoint import load_checkpoint
 from broker.loader.shipped import run_shipped
 from broker.loaders import CheckpointWork, Job
@@ -24,6 +26,7 @@ from engine_client.claim import HeldClaim
 from engine_client.session import Session
 
 HELLO_SECONDS = 30.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(arguments: list[str]) -> int:
@@ -31,6 +34,7 @@ def main(arguments: list[str]) -> int:
 
     Returns 0 if the broker has its answer: weights, or the sentence why not.
     """
+    _die_with_parent()
     session_fd, job_fd, given = map(int, arguments)
     job = _read_job(job_fd)
     session = Session(
@@ -47,12 +51,23 @@ def main(arguments: list[str]) -> int:
         return 0
     except BrokerError as error:
         return _give_up(claim, error)
+    except DeviceOutOfMemory as error:
+        said = f"device {job.device} has no room for what a loader itself needs: {error}"
+        return _give_up(claim, OverBudget(said, device=job.device))
+    except DeviceError as error:
+        said = f"the loader of {_subject(job)} failed on its device: {error}"
+        return _give_up(claim, InternalError(said))
     except Exception as error:  # noqa: BLE001 - becomes the answer of everybody who waits
         traceback.print_exc()
         said = f"the loader of {_subject(job)} failed: {type(error).__name__}: {error}"
         return _give_up(claim, InternalError(said))
     finally:
         session.close()
+
+
+def _die_with_parent() -> None:
+    """A server that is gone cannot end us, should we be stopped or hang (prctl(2))."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _subject(job: Job) -> str:
@@ -68,19 +83,11 @@ def _read_job(descriptor: int) -> Job:
 
 
 def _work(claim: HeldClaim, job: Job, given: int) -> None:
-    device = _device(job)
+    device = open_device(job.device, job.platform)
     if isinstance(job.work, CheckpointWork):
         load_checkpoint(claim, device, job.work, given, job.threads)
     else:
         run_shipped(claim, device, job.work, given)
-
-
-def _device(job: Job) -> Device:
-    kind = "simulated" if job.platform == "simulated" else "cuda"
-    for device in open_devices(kind):
-        if device.properties.uuid == job.device:
-            return device
-    raise InternalError(f"the loader cannot see device {job.device}")
 
 
 def _give_up(claim: HeldClaim, error: BrokerError) -> int:
