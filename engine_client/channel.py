@@ -15,6 +15,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ log = logging.getLogger("weight-broker.client")
 RECONNECT_MS = 20
 RECONNECT_MAX_MS = 500
 """Between tries to reach the server that follows one that died."""
+LAST_REPLIES_SECONDS = 0.1
 _HELLO = b"hello"
 """Request id of the `hello` that resumes a session; others have 8 bytes."""
 
@@ -313,10 +315,16 @@ class Channel:
             except ConnectionResetError:
                 packet, descriptors, truncated = b"", [], False
             if not packet:
-                self._receive_replies()
+                self._receive_last_replies()
                 self.finish(BrokerLost("the broker has ended; mapped weights stay readable"))
                 return
             self._on_packet(packet, descriptors, truncated=truncated)
+
+    def _receive_last_replies(self) -> None:
+        """What the broker answered just before its end may still be on its way through libzmq."""
+        limit = time.monotonic() + LAST_REPLIES_SECONDS
+        while self._calls and self._dealer.poll(max(0, limit - time.monotonic()) * 1000):
+            self._receive_replies()
 
     def _on_packet(self, packet: bytes, descriptors: list[int], *, truncated: bool) -> None:
         message = wire.decode_to_engine(packet)
