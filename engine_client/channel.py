@@ -323,7 +323,7 @@ class Channel:
     def _receive_last_replies(self) -> None:
         """What the broker answered just before its end may still be on its way through libzmq."""
         limit = time.monotonic() + LAST_REPLIES_SECONDS
-        while self._calls and self._dealer.poll(max(0, limit - time.monotonic()) * 1000):
+        while self._calls and self._dealer.poll(int(max(0.0, limit - time.monotonic()) * 1000)):
             self._receive_replies()
 
     def _on_packet(self, packet: bytes, descriptors: list[int], *, truncated: bool) -> None:
