@@ -1,4 +1,4 @@
-"""Asking for weights: `acquire`, `claim`, and the requests that wait."""
+"""Asking for weights: `acquire`, and the requests that wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from broker.custody.actions import (
     Action,
     KeepLease,
     StartLoader,
-    StartShipped,
     Tell,
 )
 from broker.custody.ledger import Ledger
@@ -21,14 +20,12 @@ from broker.custody.records import (
     KeptLease,
     Waiter,
     WeightSet,
-    is_variant,
     line_of,
 )
 from broker.custody.states import IN_PROGRESS, RESIDENT, Trigger
 from broker.errors import (
     BadRequest,
     BrokerError,
-    Busy,
     Mismatch,
     NotFound,
 )
@@ -48,22 +45,23 @@ class Asking(Ledger):
             NotFound: no source, and nothing resident fits.
             Mismatch: it fits by name or files, but has not what is demanded.
         """
-        if self._is_repeated(session, ticket, request.lease):
-            return self._take()
-        self._check_lease(session, request.lease)
-        self._check_demand(request.demand)
-        self._ask(Waiter(ticket, session, request.lease, request.demand, request.source))
+        waiter = Waiter(ticket, session, request.lease, request.demand, request.source)
+        if not self._is_repeated(waiter):
+            self._check_lease(session, request.lease)
+            self._check_demand(request.demand)
+            self._ask(waiter)
         return self._take()
 
-    def _is_repeated(self, session: int, ticket: int, lease: str) -> bool:
+    def _is_repeated(self, waiter: Waiter) -> bool:
         """Answer a request that an earlier server granted, if the engine may not know that."""
-        record = self.sessions[session]
-        if lease not in record.restored or lease not in record.leases:
+        session = self.sessions[waiter.session]
+        if waiter.lease not in session.restored:
             return False
-        held = self.sets[record.leases[lease]]
-        demand = wire.Demand(device=held.key.device, name=next(iter(held.names), None))
-        waiter = Waiter(ticket, session, lease, demand)
-        self._reply(ticket, self._granted(held, waiter, "resident"))
+        held = self.sets[session.leases[waiter.lease]]
+        refusal = mismatch(waiter.demand, held)
+        if refusal is not None:
+            raise refusal
+        self._reply(waiter.ticket, self._granted(held, waiter, "resident"))
         return True
 
     def _check_demand(self, demand: wire.Demand) -> None:
@@ -115,6 +113,11 @@ class Asking(Ledger):
         self._actions.append(
             StartLoader(record.id, loader, LOADER_CLAIM, waiter.ticket, source, hash_first)
         )
+
+    def _open_loader(self) -> int:
+        loader = self.open_session()
+        self.sessions[loader].is_loader = True
+        return loader
 
     # --- by name or identity --------------------------------------------------------------
 
@@ -188,125 +191,6 @@ class Asking(Ledger):
         known = f"resident names: {', '.join(names)}" if names else "no named set is resident"
         return NotFound(f"{wanted} is not resident on device {demand.device}; {known}", names=names)
 
-    # --- claims ---------------------------------------------------------------------------
-
-    def claim(self, session: int, ticket: int, request: wire.Claim) -> list[Action]:
-        """A lease if the set is sealed, else the right to write it, else wait for who has it.
-
-        A key with a checkpoint means that content, whatever its name; one without means the newest
-        generation of the name, or the generation that the request demands.
-
-        Raises:
-            BadRequest: as for `acquire`.
-            Mismatch: that content is there under another generation of the name.
-        """
-        key = request.key
-        if not key.name and not key.checkpoint:
-            raise BadRequest("claim needs a name or a checkpoint's identity in its key")
-        if self._is_repeated(session, ticket, request.lease):
-            return self._take()
-        self._check_lease(session, request.lease)
-        demand = wire.Demand(
-            device=key.device,
-            name=key.name or None,
-            checkpoint=key.checkpoint or None,
-            generation=request.generation,
-        )
-        self._check_demand(demand)
-        if request.fresh:
-            self._check_fresh(key, demand)
-            self._give_claim(session, ticket, request)
-            return self._take()
-        waiter = Waiter(ticket, session, request.lease, demand, key=key, willing=request.willing)
-        for record in self._newest_first():
-            if self._is_claimed(record, key, demand):
-                self._grant_or_wait(record, waiter)
-                return self._take()
-        self._check_label(key, demand)
-        self._give_claim(session, ticket, request)
-        return self._take()
-
-    def _give_claim(self, session: int, ticket: int, request: wire.Claim) -> None:
-        self._new_set(request.key, session, request.lease).label = request.generation
-        self._reply(ticket, wire.Claimed(request.lease))
-
-    def _check_fresh(self, key: WeightKey, demand: wire.Demand) -> None:
-        """Raise `Busy` if another writes this line now, or has sealed the generation."""
-        if not key.name:
-            return  # no line to be a generation of; equal content shows at `seal`
-        line = line_of(key, key.name)
-        for record in self.sets.values():
-            if record.state in IN_PROGRESS and line_of(record.asked, record.asked.name) == line:
-                raise Busy(
-                    f"session {record.writer} is writing a generation of {key.name!r} now; wait "
-                    "for it, or publish under another name",
-                    set=record.id,
-                )
-        if demand.generation is not None and self._labelled(line, demand.generation) is not None:
-            raise Busy(
-                f"generation {demand.generation!r} of {key.name!r} has been published already; "
-                "acquire it, or give another label"
-            )
-
-    def load(self, session: int, ticket: int, request: wire.Load) -> list[Action]:
-        """A lease if the set is sealed, wait for one in progress, else run the engine's code.
-
-        Raises:
-            BadRequest: as for `claim`.
-        """
-        key = request.key
-        if not key.name and not key.checkpoint:
-            raise BadRequest("load needs a name or a checkpoint's identity in its key")
-        if self._is_repeated(session, ticket, request.lease):
-            return self._take()
-        self._check_lease(session, request.lease)
-        demand = wire.Demand(
-            device=key.device, name=key.name or None, checkpoint=key.checkpoint or None
-        )
-        self._check_demand(demand)
-        waiter = Waiter(ticket, session, request.lease, demand)
-        for record in self._newest_first():
-            if self._is_claimed(record, key, demand):
-                self._grant_or_wait(record, waiter)
-                return self._take()
-        self._start_shipped(waiter, request)
-        return self._take()
-
-    def _start_shipped(self, waiter: Waiter, request: wire.Load) -> None:
-        loader = self._open_loader()
-        record = self._new_set(request.key, loader, LOADER_CLAIM)
-        record.initiator = waiter.ticket
-        self._wait(record, waiter)
-        self.counters["loads_started"] += 1
-        self._log("load-started", set=record.id, session=loader, code=request.description)
-        self._actions.append(
-            StartShipped(
-                record.id,
-                loader,
-                LOADER_CLAIM,
-                waiter.ticket,
-                request.key.device,
-                request.description,
-                request.seconds,
-            )
-        )
-
-    def _open_loader(self) -> int:
-        loader = self.open_session()
-        self.sessions[loader].is_loader = True
-        return loader
-
-    def _is_claimed(self, record: WeightSet, key: WeightKey, demand: wire.Demand) -> bool:
-        """Would writing `key` make a second copy of this set?"""
-        if not (is_variant(key, record.key) or is_variant(key, record.asked)):
-            return False
-        if key.checkpoint:
-            return key.checkpoint in (record.key.checkpoint, record.asked.checkpoint)
-        if record.state in RESIDENT:
-            return self._is_generation(record, demand)
-        is_labelled = demand.generation in (None, record.label)
-        return is_labelled and self._is_meant(record, demand)
-
     def _check_label(self, key: WeightKey, demand: wire.Demand) -> None:
         """Raise `Mismatch` if the demanded generation is another set already."""
         if demand.name is None or demand.generation is None:
@@ -378,6 +262,7 @@ class Asking(Ledger):
             self._join_line(record, demand.name, demand.generation, newest=newest)
         elif says_content:
             record.superseded = False
+            self._touch(record)
 
     def _granted(self, record: WeightSet, waiter: Waiter, how: str) -> wire.Granted:
         name = waiter.demand.name or record.key.name

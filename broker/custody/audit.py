@@ -131,5 +131,6 @@ def _set(record: WeightSet) -> dict[str, Any]:
         "waiting": len(record.waiters),
         "writer": record.writer,
         "pinned": record.pinned,
+        "superseded": record.superseded,
         "progress": None if progress is None else [progress.stage, progress.done, progress.total],
     }

@@ -26,7 +26,7 @@ from broker.errors import (
 
 
 class Books(Restoring):
-    """All of it: `Asking`, `Writing`, `Restoring`, and here sessions and giving back."""
+    """All of them: asking, claiming, writing, restoring, and here sessions and giving back."""
 
     def end_session(self, session: int, cause: BrokerError) -> list[Action]:
         """The process behind a session is gone: its leases, claims and requests end now.

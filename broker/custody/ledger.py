@@ -86,6 +86,15 @@ class Ledger:
         self.sessions[session] = SessionRecord(session)
         return session
 
+    def introduce(self, session: int, who: str) -> None:
+        """What messages call the process behind a session, e.g. "pid 12 (vllm)"."""
+        if session in self.sessions:
+            self.sessions[session].who = who
+
+    def _who(self, session: int | None) -> str:
+        record = self.sessions.get(session or 0)
+        return record.who if record is not None and record.who else f"session {session}"
+
     def _take(self) -> list[Action]:
         actions, self._actions = self._actions, []
         if not self._keeping:
@@ -174,6 +183,7 @@ class Ledger:
         previous = self._by_files.get((record.key.device, identity))
         if previous is not None:
             self.sets[previous].identities.remove(identity)
+            self._touch(self.sets[previous])
         record.identities.append(identity)
         self._touch(record)
         self._by_files[record.key.device, identity] = record.id
@@ -227,6 +237,8 @@ class Ledger:
 
     def _end_lease(self, record: WeightSet, session: int, lease: str) -> None:
         record.leases.discard((session, lease))
+        if session in self.sessions:
+            self.sessions[session].restored.discard(lease)
         if self._keeping:
             self._actions.append(DropLease(session, lease))
         record.used = next(self._clock)

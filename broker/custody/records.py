@@ -128,6 +128,8 @@ class SessionRecord:
 
     id: int
     is_loader: bool = False
+    who: str = ""
+    """The process, for messages."""
     watches: set[str] = field(default_factory=set)
     """Names whose events it wants; "" for all."""
     leases: dict[str, int] = field(default_factory=dict)

@@ -5,20 +5,31 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from broker.custody.actions import Action
+from broker.custody.actions import Action, DropLease
 from broker.custody.records import KeptLease, KeptSet, SessionRecord, WeightSet, line_of
-from broker.custody.states import State
+from broker.custody.states import State, Trigger
 from broker.custody.writing import Writing
+
+SETS_PER_SERVER = 1_000_000
+"""More than one server will ever hold: a checkpoint a second for eleven days."""
 
 
 class Restoring(Writing):
     def restore(
-        self, sets: Iterable[KeptSet], sessions: Iterable[int], leases: Iterable[KeptLease]
+        self,
+        sets: Iterable[KeptSet],
+        sessions: Iterable[int],
+        leases: Iterable[KeptLease],
+        *,
+        restarts: int = 0,
     ) -> list[Action]:
         """Put on empty books what an earlier server had told the keeper.
 
         Claims and waiting requests are not among it: nobody could finish them. A lease whose set or
         session is gone is dropped; a set that only such a lease held is freed.
+
+        Args:
+            restarts: how many servers there were before: no id of theirs is given out again.
         """
         for session in sessions:
             self.sessions[session] = SessionRecord(session)
@@ -29,9 +40,9 @@ class Restoring(Writing):
         for lease in leases:
             self._restore_lease(lease)
         for record in list(self.sets.values()):
-            if not record.leases and (record.state is State.DRAINING or record.superseded):
-                self._retire_restored(record)
-        self._count_on()
+            if not record.leases:
+                self._end_unwanted(record)
+        self._count_on(restarts)
         return self._take()
 
     def _restore_set(self, kept: KeptSet) -> None:
@@ -59,20 +70,24 @@ class Restoring(Writing):
     def _restore_lease(self, lease: KeptLease) -> None:
         record, session = self.sets.get(lease.set), self.sessions.get(lease.session)
         if record is None or session is None:
+            self._actions.append(DropLease(lease.session, lease.lease))
             return
         record.leases.add((lease.session, lease.lease))
         session.leases[lease.lease] = record.id
         session.restored.add(lease.lease)
 
-    def _retire_restored(self, record: WeightSet) -> None:
+    def _end_unwanted(self, record: WeightSet) -> None:
+        """The last lease of a set that was to go with it has ended meanwhile."""
         if record.state is State.DRAINING:
-            record.state = State.SEALED  # draining without a lease: its last one ended just then
-        if not record.pinned or not record.superseded:
-            self._retire(record)
+            self._end(record, Trigger.LAST_RELEASE)
+        elif record.superseded and not record.pinned:
+            self._end(record, Trigger.EVICT)
 
-    def _count_on(self) -> None:
-        """Ids go on behind those an earlier server gave out."""
+    def _count_on(self, restarts: int) -> None:
+        """Ids go on behind all that earlier servers gave out, also those of sets that are gone: an
+        engine may come back to one and must not get another set."""
         places = [place for record in self.sets.values() for place in record.places.values()]
-        self._set_ids = itertools.count(max(self.sets, default=0) + 1)
+        first = restarts * SETS_PER_SERVER
+        self._set_ids = itertools.count(max(first, *self.sets, 0) + 1)
         self._session_ids = itertools.count(max(self.sessions, default=0) + 1)
         self._clock = itertools.count(max(places, default=0) + 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -14,25 +15,30 @@ from broker.custody.actions import (
     StopLoader,
     Tell,
 )
-from broker.custody.asking import Asking
+from broker.custody.claiming import Claiming
 from broker.custody.matching import generation_of, mismatch
 from broker.custody.records import (
     Failure,
     Waiter,
     WeightSet,
     content_of,
+    line_of,
 )
 from broker.custody.states import IN_PROGRESS, RESIDENT, State, Trigger
 from broker.errors import (
     BadRequest,
     BrokerError,
+    Busy,
     OverBudget,
     from_payload,
 )
 from broker.weights import WeightKey, align_up
 
+MAX_HOLDERS = 8
+"""Sets, and holders of each, that an over-budget sentence names: it must stay one to read."""
 
-class Writing(Asking):
+
+class Writing(Claiming):
     def resolve(self, session: int, ticket: int, request: wire.Resolve) -> list[Action]:
         """A loader knows the content's identity before writing: are the bytes resident already?
 
@@ -59,6 +65,7 @@ class Writing(Asking):
         Raises:
             BadRequest: no such claim, its memory is reserved already, or the claim was for another
                 dtype or quantisation; the claim stays.
+            Busy: a generation of this label is resident; the claim stays.
             OverBudget: it does not fit; the claim stays.
             Mismatch: a loader's set of which none of the engines that wait for it can use this
                 dtype; the claim stays.
@@ -69,6 +76,7 @@ class Writing(Asking):
         if request.nbytes < 0 or request.tensors < 0:
             raise BadRequest("reserve: nbytes and tensors must not be negative")
         key = self._completed_key(record, request)
+        self._check_label_is_free(line_of(key, key.name), record.label)
         misled = self._misled_waiters(record, key)
         if misled and len(misled) == len(record.waiters) and record.loaded_by_broker:
             raise misled[0][1]
@@ -138,21 +146,41 @@ class Writing(Asking):
     def _over_budget(self, device: str, nbytes: int, idle: list[WeightSet]) -> OverBudget:
         budget = self.budgets[device]
         free = budget.free + sum(record.nbytes for record in idle)
-        held = ", ".join(
-            f"set {record.id}{f' ({record.names[0]})' if record.names else ''}: {record.nbytes}"
+        in_use = [
+            record
             for record in self.sets.values()
             if record.key.device == device and record.nbytes and record not in idle
-        )
+        ]
+        held = [self._held(record) for record in in_use[:MAX_HOLDERS]]
+        said = [f"{entry['set']}: {entry['nbytes']} {entry['why']}" for entry in held]
+        more = len(in_use) - len(held)
         return OverBudget(
             f"the weights need {nbytes} bytes on device {device}, "
             f"{free} are free of a limit of {budget.limit}"
-            + (f"; in use: {held}" if held else "")
+            + (f"; in use: {', '.join(said)}" if said else "")
+            + (f" and {more} more sets" if more else "")
             + "; release or evict sets, or start the broker with a larger --memory-limit",
             requested=nbytes,
             free=free,
             limit=budget.limit,
             device=device,
+            held=held,
         )
+
+    def _held(self, record: WeightSet) -> dict[str, Any]:
+        """A set that cannot make room, and why not."""
+        sessions = sorted({session for session, _lease in record.leases})
+        who = [self._who(session) for session in sessions[:MAX_HOLDERS]]
+        why = []
+        if sessions:
+            more = len(sessions) - len(who)
+            why.append(f"leased by {' and '.join(who)}" + (f" and {more} more" if more else ""))
+        elif record.writer is not None:
+            why.append(f"written by {self._who(record.writer)}")
+        if record.pinned:
+            why.append("(pinned)")
+        name = f" ({record.names[0]})" if record.names else ""
+        return {"set": f"set {record.id}{name}", "nbytes": record.nbytes, "why": " ".join(why)}
 
     def slab_created(self, set_id: int) -> list[Action]:
         """The device has created the slab; a set that ended meanwhile has its `FreeSlab`."""
@@ -174,17 +202,18 @@ class Writing(Asking):
         record = self._claimed_by(session, request.claim)
         if record.state is not State.WRITING:
             raise BadRequest(f"set {record.id} is {record.state.value}: there is nothing to seal")
-        self._check_checkpoint(record, request.checkpoint)
+        checkpoint = request.checkpoint or record.key.checkpoint
+        self._check_checkpoint(record, checkpoint)
         self._remember_read(record, request.files)
         record.keep = request.keep
-        twin = self._resident_twin(record, request.checkpoint)
+        twin = self._resident_twin(record, checkpoint)
         if twin is not None:
             record.pending = ticket
             self._merge(record, twin)
             return self._take()
         self._move(record, Trigger.SEAL)
         record.pending = ticket
-        record.key = msgspec.structs.replace(record.key, checkpoint=request.checkpoint)
+        record.key = msgspec.structs.replace(record.key, checkpoint=checkpoint)
         self._actions.append(FreezeSlab(record.id, record.key.device))
         return self._take()
 
@@ -216,6 +245,12 @@ class Writing(Asking):
         if twin is not None:
             # Two writers of the same bytes were sealing at once; the first one stays.
             self._merge(record, twin)
+            return self._take()
+        try:
+            # Two writers with the same label may have been sealing at once.
+            self._check_label_is_free(line_of(record.key, record.key.name), record.label)
+        except Busy as error:
+            self._fail(record, Failure(error, inheritable=False))
             return self._take()
         self._move(record, Trigger.FROZEN)
         record.used = next(self._clock)
@@ -301,8 +336,8 @@ class Writing(Asking):
     def _fail(self, record: WeightSet, failure: Failure) -> None:
         """A set in progress ends: the next willing waiter writes it anew, else all are told why."""
         self._answer_writer(record, failure.error)
-        if record.initiator is not None:
-            self.counters["loads_failed"] += 1
+        failed = "publications_failed" if record.initiator is None else "loads_failed"
+        self.counters[failed] += 1
         self._log("set-failed", set=record.id, cause=failure.error.sentence)
         writer = self.sessions.get(record.writer or 0)
         if writer is not None and writer.is_loader:

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from broker import wire
-from broker.custody.actions import FreeSlab, Notify, Reply
+from broker.custody.actions import CreateSlab, FreeSlab, Notify, Reply
 from broker.custody.states import State
 from broker.errors import Busy, Mismatch, NotFound
 from broker.weights import WeightKey
@@ -249,8 +249,9 @@ def test_a_label_belongs_to_one_set() -> None:
     assert generations(desk) == {1: "red"}
 
 
-def test_a_label_that_was_taken_meanwhile_becomes_a_number() -> None:
-    """Of two that seal under one label the later one gets a number, and is told."""
+def test_a_label_that_was_taken_meanwhile_is_refused() -> None:
+    """Of two that seal under one label the later one ends and leaves nothing: ranks that demand a
+    label must never find other weights under it."""
     desk = Desk()
     engine = desk.engine()
     for lease, checkpoint in (("a", "blake3:a"), ("b", "blake3:b")):
@@ -259,8 +260,24 @@ def test_a_label_that_was_taken_meanwhile_becomes_a_number() -> None:
         desk.created(len(desk.books.sets))
         desk.seal(engine, checkpoint, claim=lease)
     desk.frozen(1)
-    (_, told) = desk.frozen(2)
-    assert told == Reply(desk.ticket, wire.Sealed(2, "blake3:b", "1", resident=False))
+    (told, freed) = desk.frozen(2)
+    sentence = (
+        "generation 'red' of 'm' is resident already, as set 1; acquire it, or give another label"
+    )
+    assert (told, freed) == (Refused(desk.ticket, Busy, sentence), FreeSlab(2))
+    assert list(desk.books.sets) == [1]
+
+
+def test_a_label_that_is_taken_is_refused_when_the_dtype_is_known() -> None:
+    """A claim may leave the dtype open; before any memory is reserved its line is known."""
+    desk = Desk()
+    engine = desk.engine()
+    desk.publish(engine, "a", name="m", generation="red", dtype="bfloat16")
+    fresh = wire.Claim("b", WeightKey(DEVICE, "m"), generation="red", fresh=True)
+    desk.call(lambda: desk.books.claim(engine, 8, fresh))
+    with pytest.raises(Busy, match=r"^generation 'red' of 'm' is resident already, as set 1"):
+        desk.reserve(engine, dtype="bfloat16", claim="b")
+    assert desk.reserve(engine, dtype="float32", claim="b") == [CreateSlab(2, DEVICE, 100)]
 
 
 def test_content_that_has_another_label_is_a_mismatch() -> None:
@@ -295,7 +312,9 @@ def test_a_fresh_claim_writes_a_new_generation() -> None:
         desk.call(lambda: desk.books.claim(engine, 9, again))
     labelled = wire.Claim("g", key, generation="1", fresh=True)
     desk.cancel(engine, "f")
-    with pytest.raises(Busy, match=r"^generation '1' of 'm' has been published already; acquire"):
+    with pytest.raises(
+        Busy, match=r"^generation '1' of 'm' is resident already, as set 1; acquire"
+    ):
         desk.call(lambda: desk.books.claim(engine, 9, labelled))
 
 

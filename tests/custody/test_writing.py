@@ -27,6 +27,7 @@ def test_over_budget_says_the_numbers() -> None:
     """What does not fit is refused with needed, free, limit and who holds the rest."""
     desk = Desk()
     engine = desk.engine()
+    desk.books.introduce(engine, "pid 7 (vllm)")
     desk.load(1, engine=engine, name="held", nbytes=300)
     idle = desk.engine()
     desk.load(2, "blake3:b", idle, fingerprint="shape-b", nbytes=200)
@@ -38,10 +39,19 @@ def test_over_budget_says_the_numbers() -> None:
         desk.reserve(loader.session, 601)
     assert error.value.sentence == (
         "the weights need 610 bytes on device GPU-0, 600 are free of a limit of 1000; "
-        "in use: set 1 (held): 300, set 3: 100; "
+        "in use: set 1 (held): 300 leased by pid 7 (vllm), set 3: 100 written by session 6; "
         "release or evict sets, or start the broker with a larger --memory-limit"
     )
-    assert error.value.fields == {"requested": 610, "free": 600, "limit": 1000, "device": DEVICE}
+    assert error.value.fields == {
+        "requested": 610,
+        "free": 600,
+        "limit": 1000,
+        "device": DEVICE,
+        "held": [
+            {"set": "set 1 (held)", "nbytes": 300, "why": "leased by pid 7 (vllm)"},
+            {"set": "set 3", "nbytes": 100, "why": "written by session 6"},
+        ],
+    }
     assert desk.set(loader.set).state is State.CLAIMED
     assert desk.reserve(loader.session, 600)[0] == FreeSlab(2)
 
@@ -70,7 +80,7 @@ def test_leased_and_pinned_sets_never_make_room() -> None:
     desk.end(engine)
     desk.books.pin(0, wire.Pin("1"))
     loader = desk.start(source(3, "shape-c"))
-    with pytest.raises(OverBudget, match=r"in use: set 1: 400, set 2: 400"):
+    with pytest.raises(OverBudget, match=r"set 1: 400 \(pinned\), set 2: 400 leased by session 3;"):
         desk.reserve(loader.session, 300)
     desk.books.unpin(0, wire.Unpin("1"))
     assert desk.reserve(loader.session, 300)[0] == FreeSlab(1)

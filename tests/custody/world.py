@@ -299,8 +299,9 @@ class World:
         inode = loader.inode if loader else None
         if loader and inode and not loader.resolved:
             loader.resolved = True
-            if isinstance(loader.action, StartLoader) and loader.action.hash_first:
-                return self.resolve(session, claim, content, inode)
+            hash_first = isinstance(loader.action, StartLoader) and loader.action.hash_first
+            if hash_first and self.resolve(session, claim, content, inode):
+                return True
         if record.state is State.CLAIMED:
             return self.reserve(session, claim, content) or self.abandon(session, claim)
         if record.state is State.WRITING:
