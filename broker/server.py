@@ -134,7 +134,7 @@ class Server:
             self.store.adopt(kept.id, *descriptors)
         sets = [kept for kept, _descriptors in inherited.sets]
         numbers = [kept.id for kept, _connection in inherited.sessions]
-        actions = self.books.restore(sets, numbers, inherited.leases)
+        actions = self.books.restore(sets, numbers, inherited.leases, restarts=self.restarts)
         for session, descriptor in inherited.sessions:
             connection = socket.socket(fileno=descriptor)
             self.books.sessions[session.id].watches.update(session.watches)
