@@ -22,6 +22,7 @@ from broker.errors import (
     NoSession,
     ProtocolMismatch,
     StaleEpoch,
+    from_payload,
 )
 from broker.requests import Ticket, answer
 from broker.store import check_manifest
@@ -107,8 +108,9 @@ class Dispatcher:
                 self._broker.tickets.check_may_wait(ticket)
                 return books.claim(session, ticket.number, message)
             case wire.Load():
-                self._check_loaders_allowed()
+                # The code first: with the answer, also a refusal, its descriptor is closed.
                 ticket.source = self._take(ticket, "code")
+                self._check_loaders_allowed()
                 self._broker.tickets.check_may_wait(ticket)
                 return books.load(session, ticket.number, message)
             case wire.Resolve():
@@ -118,7 +120,9 @@ class Dispatcher:
             case wire.Seal():
                 return books.seal(session, ticket.number, message)
             case wire.Abandon():
-                return books.abandon(session, ticket.number, message)
+                return books.abandon(
+                    session, ticket.number, self._with_last_words(session, message)
+                )
             case wire.Report():
                 return self._report(ticket, session, message)
             case wire.Release():
@@ -172,6 +176,7 @@ class Dispatcher:
                 if self._session_of.get(ticket.routing, session) != session:
                     raise BadRequest("hello: this conversation belongs to another session already")
                 peer.label = message.label[: wire.MAX_NAME_BYTES]
+                broker.books.introduce(session, peer.who)
                 broker.note_session(session)
                 self.untie(session)
                 self._session_of[ticket.routing] = session
@@ -211,6 +216,15 @@ class Dispatcher:
             raise
         self._manifests[claims[message.claim]] = manifest
         return actions
+
+    def _with_last_words(self, session: int, message: wire.Abandon) -> wire.Abandon:
+        """What a loader printed belongs to its reason: nobody else sees it."""
+        words = self._broker.loading.last_words(session)
+        if not words:
+            return message
+        error = from_payload(message.status, message.payload.encode())
+        error.fields.setdefault("last_words", words)
+        return msgspec.structs.replace(message, payload=error.to_payload().decode())
 
     def take_manifest(self, set_id: int) -> int:
         """The manifest that came with `reserve`; the caller owns it."""

@@ -10,17 +10,22 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
 from broker import wire
+from broker.children import child_environment
 from broker.loop import READ, Loop
 from broker.sessions import PeerIdentity
 
 LAST_WORDS_BYTES = 4096
+SHOWN_CHARACTERS = 500
+"""Of its last words, in a sentence; the error's fields have all."""
 GRACE_SECONDS = 1.0
-"""How long a loader that closed its session may live on before it is killed."""
+"""How long a loader that closed its session may live on before it is killed: others wait for its
+end."""
+IDLE_GRACE_SECONDS = 10.0
+"""The same once nobody waits for it: an interpreter with torch takes a moment to end."""
 
 
 class CheckpointWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -76,8 +81,8 @@ def spawn(job: Job, given: int) -> Spawned:
             stdin=subprocess.DEVNULL,
             stdout=stderr_theirs,
             stderr=stderr_theirs,
-            cwd="/",  # `-m` puts the working directory first on sys.path
-            env=_environment(),
+            cwd="/",
+            env=child_environment(),
             start_new_session=True,  # a Ctrl-C in the terminal is the broker's to handle
         )
     except BaseException:
@@ -92,20 +97,36 @@ def spawn(job: Job, given: int) -> Spawned:
     return Spawned(process, ours, stderr_ours, os.pidfd_open(process.pid))
 
 
-def _environment() -> dict[str, str]:
-    root = str(Path(__file__).resolve().parent.parent)
-    inherited = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root}
+@dataclass(frozen=True)
+class Ending:
+    """How a loader process ended.
+
+    Attributes:
+        how: a clause for a sentence about it: "was killed by signal 11 (SIGSEGV)".
+        reason: the same for programs: "loader-exited", "loader-crashed", "loader-killed",
+            "loader-too-slow".
+        last_words: the end of what it printed.
+    """
+
+    how: str
+    reason: str
+    last_words: str
+
+    def __str__(self) -> str:
+        last = " | ".join(line.strip() for line in self.last_words.split("\n") if line.strip())
+        if not last:
+            return f"{self.how} without a word"
+        return f"{self.how}; its last words: {last[-SHOWN_CHARACTERS:]}"
 
 
 class LoaderProcess:
     """A running loader, watched. All methods belong to the loop's thread.
 
     Args:
-        on_end: called once when the process has ended, with a clause saying how.
+        on_end: called once when the process has ended.
     """
 
-    def __init__(self, loop: Loop, spawned: Spawned, on_end: Callable[[str], None]) -> None:
+    def __init__(self, loop: Loop, spawned: Spawned, on_end: Callable[[Ending], None]) -> None:
         self.identity = PeerIdentity(spawned.process.pid, os.getuid(), "loader", None)
         self._why = ""
         self._loop = loop
@@ -124,9 +145,15 @@ class LoaderProcess:
             self._why = self._why or why
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
-    def end_soon(self) -> None:
+    def end_soon(self, seconds: float) -> None:
         """It has closed its session: it must end by itself now, or is killed."""
-        self._loop.call_later(GRACE_SECONDS, self.stop)
+        why = "closed its session, lived on and was ended"
+        self._loop.call_later(seconds, lambda: self.stop(why))
+
+    def last_words(self) -> str:
+        """The end of what it has printed so far; escaped, it fits into an error's fields."""
+        self._listen()
+        return _readable(self._words)
 
     def join(self, seconds: float) -> None:
         """Wait for a killed process without the loop; for the broker's own end."""
@@ -151,24 +178,40 @@ class LoaderProcess:
             return
         self._ended = True
         self._listen()
+        self._end_children()
         code = self._process.wait()
         self._loop.remove(self._stderr)
         self._loop.remove(self._pidfd)
         os.close(self._stderr)
         os.close(self._pidfd)
-        self._on_end(self._why or _how_it_ended(code, self._words))
+        how, reason = _how_it_ended(code)
+        if self._why:
+            how, reason = self._why, "loader-too-slow"
+        self._on_end(Ending(how, reason, _readable(self._words)))
 
-
-def _how_it_ended(code: int, words: bytes) -> str:
-    if code < 0:
+    def _end_children(self) -> None:
+        """Whatever processes its code has left behind: they may hold the slab's descriptor."""
         try:
-            how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
-        except ValueError:
-            how = f"was killed by signal {-code}"
-        if -code == signal.SIGKILL:
-            how += ", by hand or because the machine ran out of memory"
-    else:
-        how = f"ended with exit code {code}"
-    lines = words.decode("utf-8", "replace").split("\n")
-    last = " | ".join(line.strip() for line in lines if line.strip())[-500:]
-    return f"{how}; its last words: {last}" if last else f"{how} without a word"
+            os.killpg(self._process.pid, signal.SIGKILL)  # its group's id is taken until `wait`
+        except ProcessLookupError:
+            return
+
+
+def _how_it_ended(code: int) -> tuple[str, str]:
+    """What an exit status says, and the word for it."""
+    if code >= 0:
+        return f"ended with exit code {code}", "loader-exited"
+    try:
+        how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+    except ValueError:
+        how = f"was killed by signal {-code}"
+    if -code == signal.SIGKILL:
+        return f"{how}, by hand or because the machine ran out of memory", "loader-killed"
+    return how, "loader-crashed"
+
+
+def _readable(words: bytes) -> str:
+    """Text of whatever a process printed, without what would grow when it is escaped."""
+    text = words.decode("utf-8", "replace").encode("ascii", "backslashreplace").decode()
+    plain = "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+    return plain[-LAST_WORDS_BYTES:]

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING
 
 from broker.custody.actions import StartLoader, StartShipped
 from broker.errors import InternalError, LoadFailed
-from broker.loaders import CheckpointWork, Job, LoaderProcess, ShippedWork, Spawned, spawn
+from broker.loaders import (
+    GRACE_SECONDS,
+    IDLE_GRACE_SECONDS,
+    CheckpointWork,
+    Ending,
+    Job,
+    LoaderProcess,
+    ShippedWork,
+    Spawned,
+    spawn,
+)
 
 if TYPE_CHECKING:
     from broker.server import Server
@@ -58,7 +68,8 @@ class Loading:
         process = self._processes.get(session)
         if process is None:
             return False
-        process.end_soon()
+        is_waited_for = self._broker.books.sessions[session].claims
+        process.end_soon(GRACE_SECONDS if is_waited_for else IDLE_GRACE_SECONDS)
         return True
 
     def close(self) -> None:
@@ -102,14 +113,20 @@ class Loading:
             limit = f"did not finish within {action.seconds:g} s and was ended"
             self._broker.loop.call_later(action.seconds, lambda: process.stop(limit))
 
-    def _on_end(self, session: int) -> Callable[[str], None]:
-        def ended(how: str) -> None:
+    def last_words(self, session: int) -> str:
+        """The end of what the loader of this session has printed; "" if it is no loader's."""
+        process = self._processes.get(session)
+        return "" if process is None else process.last_words()
+
+    def _on_end(self, session: int) -> Callable[[Ending], None]:
+        def ended(ending: Ending) -> None:
             self._processes.pop(session, None)
             self._unwanted.discard(session)
-            log.info("loader-ended session=%d how=%r", session, how)
-            said = f"the loader process {how}"
+            log.info("loader-ended session=%d how=%r", session, str(ending))
+            said = f"the loader process {ending}"
             if self._broker.books.sessions[session].claims:
-                said = f"the loader process died before the weights were complete: it {how}"
-            self._broker.end_session(session, LoadFailed(said, reason="loader-died"))
+                said = f"the loader process died before the weights were complete: it {ending}"
+            cause = LoadFailed(said, reason=ending.reason, last_words=ending.last_words)
+            self._broker.end_session(session, cause)
 
         return ended

@@ -98,6 +98,12 @@ class SessionPeer:
         if identity.pidfd is not None:
             loop.add(identity.pidfd, READ, lambda _events: self._end("the process has ended"))
 
+    @property
+    def who(self) -> str:
+        """The process, for messages: "pid 12 (vllm)"."""
+        name = self.label if self.label.isprintable() and self.label else self.identity.command
+        return f"pid {self.identity.pid} ({name})"
+
     def send(self, message: wire.SessionMessage, descriptors: Sequence[int] = ()) -> None:
         """Send now or when the peer reads again; descriptors are borrowed."""
         packet = wire.encode(message)

@@ -55,7 +55,7 @@ def _call(work: ShippedWork, data: bytes) -> Any:
         sys.path.extend(entry for entry in code.path if entry not in sys.path)
         loader = pickle.loads(code.pickled)  # noqa: S301 - what this process is for
     except Exception as error:
-        raise _failed(work, "could not be unpacked", "loader-unpickled", error) from error
+        raise _failed(work, "could not be unpacked:", "loader-unpickled", error) from error
     try:
         return loader()
     except Exception as error:
@@ -68,6 +68,4 @@ def _failed(work: ShippedWork, how: str, reason: str, error: Exception) -> LoadF
     # ASCII: escaped on its way, an error's fields must not grow beyond what may travel.
     shown = trace.encode("ascii", "backslashreplace")[-MAX_TRACEBACK_BYTES:].decode()
     said = f"{type(error).__name__}: {error}".removesuffix(": ")
-    return LoadFailed(
-        f"the loader {work.description} {how}: {said}", reason=reason, traceback=shown
-    )
+    return LoadFailed(f"the loader {work.description} {how} {said}", reason=reason, traceback=shown)

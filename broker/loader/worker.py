@@ -91,6 +91,8 @@ def _work(claim: HeldClaim, job: Job, given: int) -> None:
 
 
 def _give_up(claim: HeldClaim, error: BrokerError) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # the broker passes on what was printed until now
     try:
         claim.abandon(error)
     except BrokerError as refusal:

@@ -214,7 +214,7 @@ def test_loader_killed(
     assert {answer["error"] for answer in answers} == {"LoadFailed"}
     assert answers[0]["sentence"] == answers[1]["sentence"]
     assert "SIGKILL" in answers[0]["sentence"]
-    assert answers[0]["fields"]["reason"] == "loader-died"
+    assert answers[0]["fields"]["reason"] == "loader-killed"
     check_all_is_free(broker)
     broker.order_loaders(None)
     assert engines[0].ask("acquire", path=checkpoint)["how"] == "loaded"
