@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from broker import wire
-from broker.config import BrokerConfig, memory_limit_bytes
+from broker.config import BrokerConfig
 from broker.conversation import RETRY_SECONDS, Conversation
 from broker.custody import Books, Budget
 from broker.custody.actions import (
@@ -38,7 +38,6 @@ from broker.custody.actions import (
     StopLoader,
     Tell,
 )
-from broker.devices import open_devices
 from broker.devices.base import Device
 from broker.dispatch import Dispatcher
 from broker.errors import BrokerError, InternalError, LoadFailed, ShuttingDown
@@ -48,6 +47,7 @@ from broker.loading import Loading
 from broker.loop import READ, Helpers, Loop
 from broker.requests import Tickets
 from broker.rundir import BrokerPaths
+from broker.served import limit_of, open_served
 from broker.sessions import PeerIdentity, SessionPeer, identify
 from broker.store import Store
 
@@ -82,9 +82,7 @@ class Server:
         self.paths = paths
         self.restarts = restarts
         self.started = time.time()
-        self.devices: dict[str, Device] = {
-            d.properties.uuid: d for d in open_devices(config.device)
-        }
+        self.devices: dict[str, Device] = open_served(config.device)
         self.platform = next(iter(self.devices.values())).properties.platform
         self.keeper = KeeperLink(link)
         inherited = self.keeper.receive_inheritance()
@@ -112,7 +110,8 @@ class Server:
         """Limits stay what they were at the first start: what was free then is in use now."""
         kept = msgspec.json.decode(inherited.facts.get("limits", b"{}"), type=dict[str, int])
         limits = {
-            uuid: kept.get(uuid, self._limit(device)) for uuid, device in self.devices.items()
+            uuid: kept[uuid] if uuid in kept else limit_of(device, self.config.memory_limit)
+            for uuid, device in self.devices.items()
         }
         self.keeper.keep_fact("limits", msgspec.json.encode(limits))
         self.keeper.keep_fact("epoch", self.epoch.encode())
@@ -120,13 +119,6 @@ class Server:
             uuid: Budget(limits[uuid], device.properties.granularity)
             for uuid, device in self.devices.items()
         }
-
-    def _limit(self, device: Device) -> int:
-        return memory_limit_bytes(
-            self.config.memory_limit,
-            free_bytes=device.free_bytes(),
-            total_bytes=device.properties.total_bytes,
-        )
 
     def _take_over(self, inherited: Inheritance) -> None:
         """Go on where an earlier server ended. Engines are asked to say hello again."""
@@ -285,6 +277,7 @@ class Server:
         )
         peer.token, peer.label = kept.token, kept.label
         self.peers[session] = peer
+        self.books.introduce(session, peer.who)
         peer.send(wire.Welcome(session, peer.token, self.epoch))
 
     def note_session(self, session: int) -> None:
