@@ -177,14 +177,15 @@ class Keeper:
 
     def _take(self, item: Item) -> None:
         name = (item.kind, item.key)
-        if item.verb == "note" and name in self._kept:
-            self._kept[name].record = item.record
+        if item.verb == "note":
+            if name in self._kept:
+                self._kept[name].record = item.record
             _close_all(item.descriptors)
             return
         previous = self._kept.pop(name, None)
         if previous is not None:
             _close_all(previous.descriptors)
-        if item.verb in ("keep", "note"):
+        if item.verb == "keep":
             self._kept[name] = item
 
     def _tell_to_stop(self) -> None:

@@ -10,6 +10,7 @@ import os
 import queue
 import socket
 import struct
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +19,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from broker import wire
-from broker.errors import BadRequest, BrokerError, StaleEpoch, UsageError, from_payload
+from broker.errors import BadRequest, BrokerError, BrokerLost, StaleEpoch, UsageError, from_payload
 from broker.rundir import broker_not_found, find_brokers
 from engine_client.channel import Call, Channel, close_all
 from engine_client.deadline import Deadline
 
 T = TypeVar("T", bound=msgspec.Struct)
+
+CONNECT_TRIES = 3
+RETRY_SECONDS = 0.1
 
 _live: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -265,6 +269,19 @@ def connect(
         BadRequest: a directory is not private.
         RequestTimeout, BrokerLost, ProtocolMismatch.
     """
+    deadline = Deadline(timeout)
+    for _ in range(CONNECT_TRIES - 1):
+        try:
+            return _connect_once(name, directory, platform, label, deadline.remaining())
+        except BrokerLost:
+            # A connection that a server had accepted, but not recorded yet, dies with it.
+            time.sleep(RETRY_SECONDS)
+    return _connect_once(name, directory, platform, label, deadline.remaining())
+
+
+def _connect_once(
+    name: str, directory: Path | None, platform: str, label: str, timeout: float | None
+) -> Session:
     tried = []
     for paths in find_brokers(name, directory):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
