@@ -215,6 +215,11 @@ class BooksMachine(RuleBasedStateMachine):
     def device_could_not(self, which: int) -> None:
         self.world.device_failed(which % len(self.world.device_work))
 
+    @precondition(lambda self: self.world.books.sets)
+    @rule()
+    def server_is_replaced(self) -> None:
+        self.world.replace_server()
+
     @rule(which=INDEX, name=st.sampled_from([None, None, None, "m", "blake3:a"]))
     def operator_evicts(self, which: int, name: str | None) -> None:
         ids = sorted(self.world.books.sets) or [0]

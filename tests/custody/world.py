@@ -15,8 +15,11 @@ from broker.custody import Books, Budget
 from broker.custody.actions import (
     Action,
     CreateSlab,
+    DropLease,
     FreeSlab,
     FreezeSlab,
+    KeepLease,
+    KeepSet,
     Notify,
     Reply,
     StartLoader,
@@ -24,7 +27,7 @@ from broker.custody.actions import (
     StopLoader,
 )
 from broker.custody.audit import check_invariant
-from broker.custody.records import WeightSet
+from broker.custody.records import KeptLease, KeptSet, WeightSet
 from broker.custody.states import RESIDENT, State
 from broker.errors import BrokerError, InternalError, LoadFailed, OverBudget
 from broker.weights import WeightKey
@@ -73,15 +76,17 @@ class Loader:
         return key.checkpoint or "blake3:a"
 
 
+def empty_books() -> Books:
+    budgets = {DEVICE: Budget(1000, 10), OTHER_DEVICE: Budget(1000, 10)}
+    return Books(budgets, "epoch", keeping=True)
+
+
 @dataclass
 class World:
     """Books with two devices of 1,000 bytes, and the world's own account of them."""
 
-    books: Books = field(
-        default_factory=lambda: Books(
-            {DEVICE: Budget(1000, 10), OTHER_DEVICE: Budget(1000, 10)}, "epoch"
-        )
-    )
+    books: Books = field(default_factory=empty_books)
+    restarts: int = 0
     tickets: int = 0
     asked: dict[int, Asked] = field(default_factory=dict)
     engines: list[int] = field(default_factory=list)
@@ -93,6 +98,9 @@ class World:
     freed: set[int] = field(default_factory=set)
     immutable: set[int] = field(default_factory=set)
     """Sets whose slab the device has frozen."""
+    kept_sets: dict[int, KeptSet] = field(default_factory=dict)
+    kept_leases: dict[tuple[int, str], KeptLease] = field(default_factory=dict)
+    """What the keeper has for a successor of this server."""
 
     # --- events ---------------------------------------------------------------------------
 
@@ -143,6 +151,15 @@ class World:
                 assert set_id not in self.leases.values(), f"set {set_id} freed under a lease"
                 self.slabs.remove(set_id)
                 self.freed.add(set_id)
+                self.kept_sets.pop(set_id, None)
+            case KeepSet(kept):
+                assert kept.id in self.slabs & self.immutable
+                self.kept_sets[kept.id] = kept
+            case KeepLease(lease):
+                assert lease.set in self.kept_sets
+                self.kept_leases[lease.session, lease.lease] = lease
+            case DropLease(session, name):
+                self.kept_leases.pop((session, name), None)
 
     def _answered(self, ticket: int, body: object) -> None:
         assert ticket <= self.tickets
@@ -250,6 +267,28 @@ class World:
         if session in self.engines:
             self.engines.remove(session)
         assert self.perform(lambda: self.books.end_session(session, DEATH))
+
+    def replace_server(self) -> None:
+        """The server dies; the next one takes over what the keeper has. Nobody is answered any
+        more who waited, loaders and what was being written are gone."""
+        before = self.books
+        self.restarts += 1
+        self.books = empty_books()
+        self.asked, self.loaders, self.device_work, self.watched = {}, {}, [], {}
+        self.freed |= self.slabs - self.kept_sets.keys()
+        self.slabs &= self.kept_sets.keys()
+        kept = list(self.kept_sets.values()), list(self.kept_leases.values())
+        assert self.perform(
+            lambda: self.books.restore(kept[0], self.engines, kept[1], restarts=self.restarts)
+        )
+        resident = {n: record for n, record in before.sets.items() if record.state in RESIDENT}
+        assert self.books.sets.keys() == resident.keys()
+        for set_id, was in resident.items():
+            record = self.books.sets[set_id]
+            for name in ("key", "state", "leases", "generations", "pinned", "superseded"):
+                assert getattr(record, name) == getattr(was, name), name
+        assert self.books.lines() == before.lines()
+        assert self.books.files() == {k: n for k, n in before.files().items() if n in resident}
 
     # --- what writers do ------------------------------------------------------------------
 
