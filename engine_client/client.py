@@ -33,7 +33,7 @@ from engine_client.progress import progress_printer
 from engine_client.publisher import Publisher
 from engine_client.session import Session, connect
 from engine_client.stage import Stage
-from engine_client.watching import Watch
+from engine_client.watching import Watch, Watches
 from engine_client.weight_set import WeightSet
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class EngineClient(Operator, Publisher):
             label=Path(sys.argv[0]).name if label is None else label,
             timeout=timeout,
         )
+        self._watches = Watches(self._session)
         self._leases = itertools.count(1)
         self._lock = threading.Lock()
         self._weights: weakref.WeakSet[WeightSet] = weakref.WeakSet()
@@ -266,10 +267,15 @@ class EngineClient(Operator, Publisher):
     def watch(self, name: str) -> Watch:
         """Events of a name from now on: newer generations, evictions, the broker's end.
 
+        To follow a name without a gap, watch it first and acquire it then.
+
+        Args:
+            name: "" for all names.
+
         Raises:
             Busy: this client watches too many names. BrokerLost.
         """
-        return Watch(self._session, name)
+        return self._watches.open(name)
 
     def on_broker_lost(self, callback: Callable[[], None]) -> None:
         """Call back once when the broker is gone, from another thread, at once if it is already.

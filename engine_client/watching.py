@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,6 +16,8 @@ from engine_client.deadline import Deadline
 from engine_client.session import Session
 
 ANSWER_SECONDS = 10.0
+MAX_UNREAD = 1024
+"""Events kept for an engine that does not read them."""
 
 
 @dataclass(frozen=True)
@@ -44,37 +48,107 @@ class BrokerStopping:
 WatchEvent: TypeAlias = NewGeneration | Evicted | BrokerStopping
 
 
+class Watches:
+    """All watches of one client. Usable from several threads."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._lock = threading.Lock()
+        # Replaced, never changed: the I/O thread reads it while another waits under the lock.
+        self._open: tuple[Watch, ...] = ()
+        self._is_listening = False
+
+    def open(self, name: str) -> Watch:
+        """Raises `Busy` if the session watches too many names, `BrokerLost`, `RequestTimeout`."""
+        watch = Watch(name, self)
+        with self._lock:
+            if not self._is_listening:
+                self._session.on_event(self._on_event)
+                self._session.on_lost(self._on_lost)
+                self._is_listening = True
+            self._open = (*self._open, watch)  # first: what comes at once is not missed
+            try:
+                self._tell("watch", wire.Watch(name))
+            except BaseException:
+                self._forget(watch)
+                raise
+        return watch
+
+    def close(self, watch: Watch) -> None:
+        """No more events for this watch; none of its name if it was the last. Idempotent.
+
+        In a forked child it does nothing: the watch is the parent's.
+        """
+        if self._session.is_inherited:
+            return
+        with self._lock:
+            if watch not in self._open:
+                return
+            self._forget(watch)
+            is_last = all(other.name != watch.name for other in self._open)
+            if not is_last or not self._session.is_usable:
+                return
+            try:
+                self._tell("unwatch", wire.Unwatch(watch.name))
+            except BrokerError:
+                return  # the broker is gone, and its watches with it
+
+    def check_process(self) -> None:
+        """Raise `UsageError` in a forked child, where no event ever comes."""
+        if self._session.is_inherited:
+            raise UsageError(
+                "this watch was made before a fork, in the parent process; a forked child must "
+                "make a client and a watch of its own"
+            )
+
+    def _forget(self, watch: Watch) -> None:
+        self._open = tuple(other for other in self._open if other is not watch)
+
+    def _tell(self, operation: str, message: wire.Message) -> None:
+        self._session.call(operation, message, wire.Done, deadline=Deadline(ANSWER_SECONDS))
+
+    def _on_event(self, event: wire.Event) -> None:
+        typed = _typed(event)
+        for watch in self._open if typed is not None else ():
+            if isinstance(typed, BrokerStopping) or watch.name in ("", typed.name):
+                watch.put(typed)
+
+    def _on_lost(self) -> None:
+        for watch in self._open:
+            watch.put(BrokerStopping("the broker is gone"))
+
+
 class Watch:
     """The events of a name from now on, as an iterator that waits. Also a context manager.
 
-    Events are hints: an engine that does not read for long may miss some, so what counts is what
-    `acquire` then says. Ends after `BrokerStopping`. Usable from one thread at a time.
+    Events are hints: an engine that does not read for long misses some (the oldest beyond
+    `MAX_UNREAD`), so what counts is what `acquire` then says. Ends after `BrokerStopping`, and when
+    it is closed. Usable from one thread at a time; `close` from any.
     """
 
-    def __init__(self, session: Session, name: str) -> None:
-        """Raises `Busy` if the session watches too many names, `BrokerLost`, `RequestTimeout`."""
+    def __init__(self, name: str, watches: Watches) -> None:
         self.name = name
-        self._session = session
+        self._watches = watches
         self._events: queue.SimpleQueue[WatchEvent | None] = queue.SimpleQueue()
         self._ended = False
-        self._forget = session.on_event(self._on_event)
-        session.on_lost(self._on_lost)
-        try:
-            deadline = Deadline(ANSWER_SECONDS)
-            session.call("watch", wire.Watch(name), wire.Done, deadline=deadline)
-        except BaseException:
-            self._forget()
-            raise
 
     def next(self, timeout: float | None = None) -> WatchEvent:
         """The next event. Blocks.
 
         Raises:
             RequestTimeout: none came within `timeout` seconds.
-            UsageError: the watch is closed, or has ended with the broker.
+            UsageError: the watch is closed, or has ended with the broker; or in a forked child.
         """
-        if self._ended:
+        event = self._next(timeout)
+        if event is None:
             raise UsageError(f"the watch of {self.name!r} is over")
+        return event
+
+    def _next(self, timeout: float | None = None) -> WatchEvent | None:
+        """The next event, or None if there will be no more."""
+        self._watches.check_process()
+        if self._ended:
+            return None
         try:
             event = self._events.get(timeout=timeout)
         except queue.Empty:
@@ -83,32 +157,23 @@ class Watch:
             ) from None
         if event is None or isinstance(event, BrokerStopping):
             self._ended = True
-        if event is None:
-            raise UsageError(f"the watch of {self.name!r} is over")
         return event
+
+    def put(self, event: WatchEvent) -> None:
+        """For the client: an event has come. Never blocks."""
+        if self._events.qsize() >= MAX_UNREAD:
+            with contextlib.suppress(queue.Empty):  # read at this moment
+                self._events.get_nowait()
+        self._events.put(event)
 
     def close(self) -> None:
         """Stop watching; whoever waits in `next` is told. Idempotent."""
-        self._forget()
+        self._watches.close(self)
         self._events.put(None)
-        if self._session.is_usable and not self._ended:
-            try:
-                deadline = Deadline(ANSWER_SECONDS)
-                self._session.call("unwatch", wire.Unwatch(self.name), wire.Done, deadline=deadline)
-            except BrokerError:
-                return  # the broker is gone, and its watches with it
-
-    def _on_event(self, event: wire.Event) -> None:
-        typed = _typed(event)
-        if isinstance(typed, BrokerStopping) or (typed is not None and typed.name == self.name):
-            self._events.put(typed)
-
-    def _on_lost(self) -> None:
-        self._events.put(BrokerStopping("the broker is gone"))
 
     def __iter__(self) -> Iterator[WatchEvent]:
-        while not self._ended:
-            yield self.next()
+        while (event := self._next()) is not None:
+            yield event
 
     def __enter__(self) -> Watch:
         return self
