@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from broker.device_names import AUTO, SIMULATED, means_gpus
 from broker.errors import BadRequest
 from broker.rundir import DEFAULT_NAME
 
-DEVICES = ("auto", "cuda", "simulated")
 RESERVE_FRACTION = 1 / 16
 """Of what is free at the start, left alone when no --memory-limit is given: for engines' own
 contexts and activations."""
@@ -23,7 +23,8 @@ class BrokerConfig:
     Attributes:
         name: which broker of this directory; engines name it to find it.
         directory: where the sockets are; None: $WEIGHT_BROKER_DIR or the documented defaults.
-        device: "auto" (what the platform check finds), "cuda" (CUDA or ROCm), or "simulated".
+        device: "auto" or "cuda" (every GPU this process sees, CUDA or ROCm), GPUs by number
+            ("cuda:1") or UUID, several separated by commas; or "simulated".
         memory_limit: bytes per device ("8g", "1048576"), a share of its memory ("80%"), or None:
             what is free at the start less a sixteenth.
         preload: checkpoints to load at the start and keep.
@@ -33,15 +34,18 @@ class BrokerConfig:
 
     name: str = DEFAULT_NAME
     directory: Path | None = None
-    device: str = "auto"
+    device: str = AUTO
     memory_limit: str | None = None
     preload: tuple[str, ...] = ()
     allow_loaders: bool = False
     loader_threads: int = 2
 
     def __post_init__(self) -> None:
-        if self.device not in DEVICES:
-            raise BadRequest(f"--device {self.device}: choose one of {', '.join(DEVICES)}")
+        if self.device != SIMULATED and not means_gpus(self.device):
+            raise BadRequest(
+                f"--device {self.device}: choose auto, cuda or simulated, or name GPUs by number "
+                "(cuda:1) or UUID, several separated by commas"
+            )
         if self.loader_threads < 1:
             raise BadRequest("--loader-threads must be at least 1")
         memory_limit_bytes(self.memory_limit, free_bytes=0, total_bytes=1)

@@ -1,10 +1,11 @@
-"""Asks one GPU vendor's driver how many devices it has. A program of its own, never imported.
+"""Asks one GPU vendor's driver for its devices. A program of its own, never imported.
 
     python -I -S driver_child.py (nvidia | amd) LIBRARY …
 
 A driver may hang or crash while it initialises, and leaves threads and state in the process that
 asked; so `broker.platform_probe` asks in a child, with a deadline. Prints one JSON object whose
-keys are fields of `DriverAnswer`. Uses the standard library only.
+keys are fields of `DriverAnswer`. Of this project it imports what drives devices, which needs the
+standard library only, and that only when there is a device to describe.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import ctypes
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 _PREFIX = {"nvidia": "cu", "amd": "hip"}
 _COUNT_CALL = {"nvidia": "cuDeviceGetCount", "amd": "hipGetDeviceCount"}
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE (cuda.h), hipErrorNoDevice (hip_runtime_api.h)
 
 
-def answer(vendor: str, libraries: list[str]) -> dict[str, str | int]:
+def answer(vendor: str, libraries: list[str]) -> dict[str, Any]:
     """What the first library that can be loaded says; "failure" is empty when all went well."""
     driver, library, failure = _load(libraries)
     if driver is None:
@@ -48,7 +51,7 @@ def _open(library: str) -> tuple[ctypes.CDLL | None, str]:
         return None, str(error)
 
 
-def _ask(driver: ctypes.CDLL, vendor: str) -> dict[str, str | int]:
+def _ask(driver: ctypes.CDLL, vendor: str) -> dict[str, Any]:
     count, version = ctypes.c_int(0), ctypes.c_int(0)
     prefix = _PREFIX[vendor]
     calls: list[tuple[str, Callable[[], int]]] = [
@@ -66,7 +69,37 @@ def _ask(driver: ctypes.CDLL, vendor: str) -> dict[str, str | int]:
         if code:
             text = _error_text(driver, vendor, code)
             return {"code": code, "failure": f"{name} failed with code {code} ({text})"}
-    return {"devices": count.value, "version": version.value}
+    described = _describe(driver, vendor) if count.value else {}
+    return {"devices": count.value, "version": version.value, **described}
+
+
+def _describe(library: ctypes.CDLL, vendor: str) -> dict[str, Any]:
+    """What each device is and can do, by its ordinal; or why the driver cannot tell."""
+    sys.path.append(str(Path(__file__).resolve().parent.parent))
+    from broker.devices.base import DeviceError
+    from broker.devices.discovery import visible_uuids
+    from broker.devices.driver_cuda import CudaDriver
+    from broker.devices.driver_hip import HipDriver
+
+    driver = CudaDriver(library) if vendor == "nvidia" else HipDriver(library)
+    try:
+        driver.initialise()
+        described = []
+        for ordinal, uuid in enumerate(visible_uuids(driver)):
+            can = driver.capabilities(ordinal)
+            described.append(
+                {
+                    "uuid": uuid,
+                    "name": driver.name(ordinal),
+                    "total_bytes": driver.total_bytes(ordinal),
+                    "virtual_memory": can.virtual_memory,
+                    "posix_descriptors": can.posix_descriptors,
+                    "compute_mode": can.compute_mode,
+                }
+            )
+        return {"described": described}
+    except DeviceError as error:
+        return {"undescribed": str(error)}
 
 
 def _error_text(driver: ctypes.CDLL, vendor: str, code: int) -> str:

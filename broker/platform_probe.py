@@ -17,7 +17,10 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from broker.devices.roundtrip import Canary
 
 Vendor = Literal["nvidia", "amd"]
 
@@ -31,6 +34,18 @@ _DISPLAY_CLASSES = ("0x03", "0x12")  # PCI base classes: display controller, acc
 
 
 @dataclass(frozen=True)
+class DeviceAnswer:
+    """What a driver says of one device in a child process; capabilities as in `Capabilities`."""
+
+    uuid: str
+    name: str
+    total_bytes: int
+    virtual_memory: bool = True
+    posix_descriptors: bool = True
+    compute_mode: int = 0
+
+
+@dataclass(frozen=True)
 class DriverAnswer:
     """What one vendor's driver said when it was asked in a child process.
 
@@ -41,6 +56,8 @@ class DriverAnswer:
         code: the driver's error code, 0 if it gave none.
         devices: devices this process may see; 0 with an empty `failure` means there are none.
         version: as the driver encodes it (CUDA 12.8 is 12080); 0 without a device.
+        described: each device by its ordinal, if the driver can describe them.
+        undescribed: why it cannot, in its own words.
     """
 
     vendor: Vendor
@@ -50,6 +67,8 @@ class DriverAnswer:
     code: int = 0
     devices: int = 0
     version: int = 0
+    described: tuple[DeviceAnswer, ...] = ()
+    undescribed: str = ""
 
 
 @dataclass(frozen=True)
@@ -106,6 +125,16 @@ class Probe:
         Blocks for `DRIVER_DEADLINE_SECONDS` at most, even if a driver hangs for good.
         """
         return ask_drivers(environ, DRIVER_DEADLINE_SECONDS)
+
+    def prove_sharing(self, uuid: str) -> Canary:
+        """Let two child processes share memory of the device. Blocks, for a minute at most.
+
+        Raises:
+            RoundTripFailed: they could not.
+        """
+        from broker.devices.roundtrip import prove_sharing  # not at the top: it needs Linux
+
+        return prove_sharing(uuid)
 
     def torch_build(self) -> TorchBuild | None:
         """The torch an engine here would use, or `None` without one. Does not import torch."""
@@ -185,7 +214,8 @@ def _parsed(vendor: Vendor, output: bytes) -> DriverAnswer:
     try:
         fields: dict[str, Any] = json.loads(output)
         reason = "driver-failed" if fields.get("failure") else ""
-        return DriverAnswer(vendor, reason=reason, **fields)
+        described = tuple(DeviceAnswer(**device) for device in fields.pop("described", ()))
+        return DriverAnswer(vendor, reason=reason, described=described, **fields)
     except (ValueError, TypeError):  # a library that writes to standard output
         failure = f"its answer is unintelligible ({output[:80]!r})"
         return DriverAnswer(vendor, "?", failure, "driver-failed")

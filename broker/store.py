@@ -42,12 +42,11 @@ class Store:
         try:
             slab = self._devices[device].create(nbytes)
         except DeviceOutOfMemory as error:
-            free = self._devices[device].free_bytes()
             raise OverBudget(
-                f"device {device} cannot give {nbytes} bytes although the broker's limit allows "
-                f"them ({error}); {free} are free there",
+                f"the broker's limit allows {nbytes} bytes more on device {device}, which has not "
+                f"got them: {error}",
                 requested=nbytes,
-                free=free,
+                free=_free(self._devices[device]),
                 device=device,
             ) from error
         except DeviceError as error:
@@ -101,6 +100,13 @@ class Store:
     def close(self) -> None:
         for set_id in {*self._slabs, *self._readers, *self._manifests}:
             self.free(set_id)
+
+
+def _free(device: Device) -> int | None:
+    try:
+        return device.free_bytes()
+    except DeviceError:  # the sentence has the driver's words already
+        return None
 
 
 def check_manifest(descriptor: int) -> None:

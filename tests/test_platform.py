@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +41,6 @@ BROKER_ELSE = (
 ENGINE_ELSE = BROKER_ELSE.replace("--device simulated", 'device="simulated"')
 
 NO_LIBRARY = "no NVIDIA or AMD GPU driver (libcuda.so.1 or libamdhip64.so) is here"
-UNREADY = "but this version of the weight broker has no support for them yet"
 
 BOTH_SIDES: list[tuple[str, Probe, str, str, str, str]] = [
     ("plain", PlainBox(), "cpu", "no-driver", NO_LIBRARY, ""),
@@ -184,16 +184,15 @@ BOTH_SIDES: list[tuple[str, Probe, str, str, str, str]] = [
         "the NVIDIA driver cannot be used: it has not initialised within 60 seconds",
         "repair the driver, or ",
     ),
-    (
-        "nvidia",
-        NvidiaBox(),
-        "cuda",
-        "not-yet-served",
-        f"2 NVIDIA devices could serve, {UNREADY}",
-        "",
-    ),
-    ("amd", AmdBox(), "rocm", "not-yet-served", f"1 AMD device could serve, {UNREADY}", ""),
 ]
+
+
+def accepted(where: Where, probe: Probe, device: str = "auto") -> PlatformReport:
+    """The report of a machine that may share; what its round trips left is closed."""
+    report = check_ipc_platform_support(where=where, device=device, probe=probe)
+    for canary in report.canaries.values():
+        os.close(canary.descriptor)
+    return report
 
 
 def refusal(where: Where, probe: Probe, device: str = "auto") -> UnsupportedPlatformForIPCError:
@@ -266,8 +265,8 @@ def test_engine_refuses_torch(
     assert str(error) == f"[weight-broker:engine] found platform {found}: {text}{instead}"
     assert error.fields == {"where": "engine", "platform": found, "reason": reason}
     probe.looked.clear()
-    refusal("broker", probe)
-    assert probe.looked == ["drivers"]
+    platform_steps("broker", probe=probe)
+    assert "torch" not in probe.looked
 
 
 @pytest.mark.parametrize(
@@ -303,10 +302,32 @@ def test_other_devices_are_refused_by_name(device: str) -> None:
     assert box.looked == []
 
 
-@pytest.mark.parametrize("device", ["auto", "cuda", "cuda:1", "GPU-5b1c", "MIG-5b1c/1/0"])
-def test_gpu_devices(device: str) -> None:
-    """Every way to name a GPU gets as far as a GPU does."""
-    assert refusal("broker", NvidiaBox(), device).reason == "not-yet-served"
+@pytest.mark.parametrize(
+    ("device", "proven"),
+    [
+        ("auto", ["GPU-0100", "GPU-0004"]),
+        ("cuda", ["GPU-0100", "GPU-0004"]),
+        ("cuda:1", ["GPU-0004"]),
+        ("GPU-0100", ["GPU-0100"]),
+        ("GPU-0004, cuda:0,GPU-0004", ["GPU-0004", "GPU-0100"]),
+    ],
+)
+def test_a_broker_proves_the_devices_that_are_meant(device: str, proven: list[str]) -> None:
+    """Every way to name GPUs means those, each makes one round trip, whose canary is handed on."""
+    box = NvidiaBox()
+    report = accepted("broker", box, device)
+    assert report.platform == "cuda"
+    assert sorted(report.canaries) == sorted(proven)
+    assert sorted(box.looked) == sorted(["drivers", *(f"round trip {uuid}" for uuid in proven)])
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda:0", "GPU-0004"])
+def test_an_engine_makes_no_round_trip(device: str) -> None:
+    """It relies on its broker's, and compares a canary when it maps for the first time."""
+    box = NvidiaBox()
+    report = accepted("engine", box, device)
+    assert (report.platform, report.canaries) == ("cuda", {})
+    assert box.looked == ["drivers", "torch"]
 
 
 @pytest.mark.parametrize("probe", [PlainBox(), NvidiaBox(), WslBox(), JetsonBox()])
@@ -336,30 +357,36 @@ def test_one_working_driver_is_enough() -> None:
     """A GPU that works serves, whatever is wrong with another vendor's driver."""
     hung = DriverAnswer("amd", "?", "it crashed", "driver-crashed")
     probe = PlainBox(answers=(NVIDIA, hung), torch=CUDA_TORCH)
-    assert refusal("engine", probe).reason == "not-yet-served"
+    assert accepted("engine", probe).platform == "cuda"
 
 
 def test_engine_takes_the_gpu_its_torch_is_for() -> None:
     """With GPUs of both vendors an engine's torch decides."""
     probe = PlainBox(answers=(NVIDIA, AMD), torch=ROCM_TORCH)
-    assert refusal("engine", probe).platform == "rocm"
-    assert refusal("broker", probe).platform == "cuda"
+    assert accepted("engine", probe).platform == "rocm"
+    assert accepted("broker", probe).platform == "cuda"
 
 
 def test_steps_for_a_person() -> None:
-    """`doctor` gets every step up to the first that fails, each with what was found."""
+    """`doctor` gets every step, each with what was found, and no canary is left."""
     files = {"/proc/sys/kernel/osrelease": "6.8.0-generic\n"}
-    steps = platform_steps("engine", "cuda:0", NvidiaBox(files=files))
-    assert [(step.name, step.ok) for step in steps] == [
-        ("operating system", True),
-        ("device asked for", True),
-        ("not under Windows", True),
-        ("not a Tegra", True),
-        ("GPU driver", True),
-        ("visible devices", True),
-        ("torch", True),
-        ("device support", False),
+    before = os.listdir("/proc/self/fd")  # noqa: PTH208 - names only
+    steps = platform_steps("broker", "cuda:0", NvidiaBox(files=files))
+    assert os.listdir("/proc/self/fd") == before  # noqa: PTH208
+    assert [step.name for step in steps] == [
+        "operating system",
+        "device asked for",
+        "not under Windows",
+        "not a Tegra",
+        "GPU driver",
+        "visible devices",
+        "driver release",
+        "devices meant",
+        "memory export",
+        "compute mode",
+        "round trip",
     ]
+    assert all(step.ok for step in steps)
     assert [step.sentence for step in steps[:-1]] == [
         "Linux",
         "cuda:0 means a GPU",
@@ -367,10 +394,17 @@ def test_steps_for_a_person() -> None:
         "no sign of one",
         "the NVIDIA driver for CUDA 12.8 (libcuda.so.1)",
         "2 NVIDIA devices",
-        "torch 2.13.0+cu128 for CUDA",
+        "new enough",
+        "GPU-0100",
+        "virtual memory management and POSIX descriptors",
+        "shared",
     ]
-    amd = platform_steps("broker", probe=AmdBox())
+    assert re.fullmatch(
+        r"a process read what another had written, after \d\.\d s", steps[-1].sentence
+    )
+    amd = platform_steps("engine", probe=AmdBox())
     assert amd[4].sentence == "the AMD driver for HIP 7.1 (libamdhip64.so.7)"
+    assert [step.name for step in amd[-3:]] == ["torch", "driver release", "devices meant"]
 
 
 def test_result_is_kept_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:

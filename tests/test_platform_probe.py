@@ -51,8 +51,24 @@ int hipDriverGetVersion(int *version) { *version = 70125424; return 0; }
 const char *hipGetErrorName(int code) { return "hipErrorUnknown"; }
 """
 FOUND = [
-    DriverAnswer("nvidia", "libcuda.so.1", devices=3, version=12080),
-    DriverAnswer("amd", "libamdhip64.so.7", devices=3, version=70125424),
+    DriverAnswer(
+        "nvidia",
+        "libcuda.so.1",
+        devices=3,
+        version=12080,
+        undescribed=(
+            "cuDeviceGetUuid_v2: libcuda.so.1 has no such function; the driver is too old"
+        ),
+    ),
+    DriverAnswer(
+        "amd",
+        "libamdhip64.so.7",
+        devices=3,
+        version=70125424,
+        undescribed=(
+            "hipDeviceGetUuid: libamdhip64.so.7 has no such function; the driver is too old"
+        ),
+    ),
 ]
 Ask = Callable[..., "list[DriverAnswer]"]
 
@@ -82,7 +98,10 @@ def ask(fake_drivers: Path) -> Ask:
 
 
 def test_drivers_are_asked(ask: Ask) -> None:
-    """Both vendors' drivers say how many devices they have and of what version they are."""
+    """Both vendors' drivers say how many devices they have and of what version they are.
+
+    Why these cannot say more about them is in the answer.
+    """
     assert ask(FAKE_DEVICES="3") == FOUND
 
 

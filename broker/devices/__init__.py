@@ -1,20 +1,48 @@
-"""Where weights can live. `open_devices` is the only way anybody gets a device."""
+"""Where weights can live. The functions here are the only way anybody gets a device.
+
+They open no context, and are for after the platform check, which says more about what is missing.
+"""
 
 from __future__ import annotations
 
+from broker.device_names import SIMULATED, devices_meant
 from broker.devices.base import Device
-from broker.devices.simulated import SimulatedDevice
-from broker.errors import UnsupportedPlatformForIPCError
+from broker.devices.discovery import DeviceNotVisible, open_driver, visible_uuids
+from broker.devices.discovery import open_device as open_gpu
+from broker.devices.simulated import UUID, SimulatedDevice
 
 
-def open_devices(device: str) -> list[Device]:
-    """The devices a broker serves, or an engine can map, after the platform check.
+def devices_named(device: str, platform: str = "") -> list[str]:
+    """The UUIDs of the devices that a name means in this process.
 
     Args:
-        device: "auto" or "cuda" for the GPUs of this machine, "simulated" for host memory.
+        device: as `check_ipc_platform_support` takes it.
+        platform: "cuda" or "rocm" where the drivers of both may be present; "": whichever sees a
+            device.
+
+    Raises:
+        DeviceNotVisible: one of several names means none that this process sees.
+        DeviceError: there is no usable driver.
     """
-    if device == "simulated":
-        return [SimulatedDevice()]
-    raise UnsupportedPlatformForIPCError(
-        "this version of the weight broker serves no CUDA or ROCm device yet", platform=device
-    )
+    if device == SIMULATED:
+        return [UUID]
+    visible = visible_uuids(open_driver(platform))
+    found, missing = devices_meant(device, visible)
+    if missing:
+        raise DeviceNotVisible(missing[0], visible)
+    return found
+
+
+def open_device(uuid: str, platform: str = "") -> Device:
+    """The device with this UUID, under this process's own number.
+
+    Raises:
+        DeviceNotVisible: this process does not see it.
+        DeviceError: it cannot be described or lacks virtual memory management.
+    """
+    return SimulatedDevice() if uuid == UUID else open_gpu(open_driver(platform), uuid)
+
+
+def open_devices(device: str, platform: str = "") -> list[Device]:
+    """Every device that a name means, as `devices_named` and `open_device`."""
+    return [open_device(uuid, platform) for uuid in devices_named(device, platform)]

@@ -26,16 +26,20 @@ class DeviceNotVisible(DeviceError):
         self.visible = visible
 
 
-def open_driver() -> Driver:
+def open_driver(platform: str = "") -> Driver:
     """The driver of this node, loaded and initialised in this process. May take seconds.
 
     With both vendors' libraries present it is the one that sees a device. Opens no context.
+
+    Args:
+        platform: "cuda" or "rocm": this one only.
 
     Raises:
         DriverMissing: no library can be loaded.
         DriverError: none of those loaded initialises; that of the last one tried.
     """
-    kinds: tuple[type[Driver], ...] = (CudaDriver, HipDriver)
+    every: tuple[type[Driver], ...] = (CudaDriver, HipDriver)
+    kinds = [kind for kind in every if platform in ("", kind.platform)]
     tried: list[str] = []
     failure: DriverError | None = None
     empty: Driver | None = None

@@ -26,8 +26,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from broker.children import child_environment
 from broker.devices.base import Device, DeviceError, Segment
-from broker.devices.cuda import CudaDevice
 from broker.devices.discovery import open_device, open_driver
 
 DEADLINE_SECONDS = 60.0
@@ -93,7 +93,7 @@ def prove_sharing(uuid: str, *, deadline_seconds: float = DEADLINE_SECONDS) -> C
     return canary
 
 
-def compare_canary(device: CudaDevice, canary: Canary) -> None:
+def compare_canary(device: Device, canary: Canary) -> None:
     """Map the canary read-only and compare its pattern: this process reads what another wrote.
 
     Raises:
@@ -152,6 +152,8 @@ def _start(step: str, uuid: str, descriptor: int) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
+            cwd="/",
+            env=child_environment(),
         )
     except OSError as error:
         sentence = f"a child process to {step} from cannot be started ({error})"
@@ -228,7 +230,7 @@ def _write_pattern(device: Device, parent: socket.socket) -> None:
     socket.send_fds(parent, [f"ok {nbytes} {seed}".encode()], [slab])
 
 
-def _read_pattern(device: CudaDevice, parent: socket.socket) -> None:
+def _read_pattern(device: Device, parent: socket.socket) -> None:
     message, descriptors, _, _ = socket.recv_fds(parent, _MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     nbytes, seed = message.decode().split()
     compare_canary(device, Canary(descriptors[0], int(nbytes), seed))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from broker.platform_probe import DriverAnswer, Probe, TorchBuild
+from broker.devices.roundtrip import Canary, RoundTripFailed
+from broker.platform_probe import DeviceAnswer, DriverAnswer, Probe, TorchBuild
 
-NVIDIA = DriverAnswer("nvidia", "libcuda.so.1", devices=2, version=12080)
-AMD = DriverAnswer("amd", "libamdhip64.so.7", devices=1, version=70125424)
+H100 = DeviceAnswer("GPU-0100", "NVIDIA H100", 80 << 30)
+L4 = DeviceAnswer("GPU-0004", "NVIDIA L4", 24 << 30)
+MI300 = DeviceAnswer("GPU-a300", "AMD Instinct MI300X", 192 << 30)
+NVIDIA = DriverAnswer("nvidia", "libcuda.so.1", devices=2, version=12080, described=(H100, L4))
+AMD = DriverAnswer("amd", "libamdhip64.so.7", devices=1, version=70125424, described=(MI300,))
 NO_NVIDIA = DriverAnswer("nvidia")
 NO_AMD = DriverAnswer("amd")
 CUDA_TORCH = TorchBuild("2.13.0+cu128", cuda="12.8")
@@ -53,6 +59,10 @@ class PlainBox(Probe):
         self.looked.append("drivers")
         return self.answers
 
+    def prove_sharing(self, uuid: str) -> Canary:
+        self.looked.append(f"round trip {uuid}")
+        return Canary(os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 2 << 20, "seed")
+
     def torch_build(self) -> TorchBuild | None:
         self.looked.append("torch")
         return self.torch
@@ -73,6 +83,32 @@ class AmdBox(PlainBox):
 
     def __init__(self, torch: TorchBuild | None = ROCM_TORCH) -> None:
         super().__init__(torch=torch, answers=(NO_NVIDIA, AMD))
+
+
+class LyingDriver(NvidiaBox):
+    """A driver that promises everything, but memory of these devices cannot be shared."""
+
+    def __init__(self, *uuids: str, reason: str = "wrong-bytes") -> None:
+        super().__init__()
+        self.uuids = uuids
+        self.reason = reason
+
+    def prove_sharing(self, uuid: str) -> Canary:
+        if uuid in self.uuids:
+            raise RoundTripFailed(self.reason, "read", "these are the reader's words")
+        return super().prove_sharing(uuid)
+
+
+class MeetingDriver(NvidiaBox):
+    """Its round trips each wait for another one to be under way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.together = threading.Barrier(2)
+
+    def prove_sharing(self, uuid: str) -> Canary:
+        self.together.wait(10)
+        return super().prove_sharing(uuid)
 
 
 class WslBox(NvidiaBox):
