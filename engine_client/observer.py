@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from broker import wire
-from broker.errors import RequestTimeout
+from broker.errors import BrokerLost, RequestTimeout
 from broker.rundir import DEFAULT_NAME
 from engine_client.deadline import Deadline
 from engine_client.session import Session, connect
@@ -61,7 +62,9 @@ class Operator:
             Busy: leases are held and `force` is false.
         """
         message = wire.Shutdown(force)
-        self._session.call("shutdown", message, wire.Done, deadline=Deadline(timeout))
+        # It may be gone before its answer is here, which then says the same.
+        with contextlib.suppress(BrokerLost):
+            self._session.call("shutdown", message, wire.Done, deadline=Deadline(timeout))
 
 
 class Observer(Operator):

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from broker.errors import BrokerError, BrokerLost, UsageError
+from broker.errors import BrokerError, BrokerLost, ShuttingDown, UsageError
 from engine_client import Checkpoint, EngineClient, WeightSet
 from tests.support.clock import SCALE, eventually
-from tests.support.processes import LoaderFault, RunningBroker, processes_of
+from tests.support.processes import LoaderFault, RunningBroker
 from tests.support.stored import small_checkpoint
 
 THREADS = 8
@@ -51,7 +51,7 @@ def test_broker_is_small_and_without_torch(broker: RunningBroker, checkpoint: Ch
         before = broker.resident_bytes()
         assert before < RESIDENT_LIMIT_BYTES
         client.acquire(checkpoint).release()
-    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in processes_of(broker.directory))
+    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in broker.processes())
     assert "/torch/" not in maps
     assert "numpy" not in maps
     assert "zmq" in maps
@@ -71,7 +71,7 @@ def test_one_client_in_eight_threads(shared_broker: RunningBroker, tmp_path: Pat
             with client.acquire(Checkpoint(path)) as weights:
                 stored = (path / "model.safetensors").read_bytes()
                 assert bytes(weights.memory("layer.3.weight")) == stored[-(1 << 16) :]
-            assert client.ping().pid == shared_broker.server_pid()
+            assert client.ping().epoch == client.epoch
 
     with shared_broker.client() as client, ThreadPoolExecutor(THREADS) as pool:
         for future in [pool.submit(work, client, number) for number in range(THREADS)]:
@@ -130,7 +130,7 @@ def test_broker_killed_under_threads_that_wait(
         done, _pending = wait(waiting, timeout=1 * SCALE)
         assert len(done) == THREADS
     errors = [future.exception() for future in waiting]
-    assert all(isinstance(error, BrokerLost) for error in errors)
+    assert all(isinstance(error, (BrokerLost, ShuttingDown)) for error in errors)
     assert len(set(map(id, errors))) == THREADS
     assert lost.wait(1 * SCALE)
     assert not client.is_connected
@@ -157,7 +157,7 @@ def test_lease_collected_during_a_call(
     with shared_broker.client() as client:
         weights = client.acquire(checkpoint)
         weights.itself = weights  # type: ignore[attr-defined] # only the collector ends it
-        client._session._outgoing = CollectingQueue()
+        client._session._channel._outgoing = CollectingQueue()
         gc.disable()
         try:
             del weights

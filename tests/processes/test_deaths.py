@@ -62,7 +62,7 @@ def test_killed_engine_loses_its_lease(
     assert broker.counter("leases_reclaimed") == 1
     assert neighbour.ask("identity") == broker.status()["sets"][0]["key"]["checkpoint"]
     neighbour.ask("release")
-    assert leases(broker) == 0
+    eventually(lambda: leases(broker) == 0, RIGHT_SECONDS, "the end of the other lease")
     check_evict_frees_everything(broker)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import BrokerLost, BrokerNotFound, Busy, ProtocolMismatch
+from broker.errors import BrokerLost, BrokerNotFound, Busy, ProtocolMismatch, ShuttingDown
 from broker.platform import platform_steps
 from engine_client import Checkpoint, EngineClient
 from engine_client.session import connect
@@ -307,7 +307,7 @@ def test_loader_of_a_killed_broker_ends(broker: RunningBroker, checkpoint: str) 
         asked = pool.submit(client.acquire, Checkpoint(checkpoint))
         loader = broker.stopped_loader()
         broker.kill()
-        with pytest.raises(BrokerLost):
+        with pytest.raises((BrokerLost, ShuttingDown)):
             asked.result(AT_ONCE_SECONDS * SCALE)
     os.kill(loader, signal.SIGCONT)
     wait_until_gone(loader)

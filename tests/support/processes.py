@@ -175,15 +175,16 @@ class RunningBroker:
 
     def slabs(self) -> int:
         """Slabs that keeper or server really hold, by the kernel's word."""
-        return len({slab for pid in self._processes() for slab in held_slabs(pid)})
+        return len({slab for pid in self.processes() for slab in held_slabs(pid)})
 
     def open_descriptors(self) -> int:
-        return sum(len(descriptors(pid)) for pid in self._processes())
+        return sum(len(descriptors(pid)) for pid in self.processes())
 
     def resident_bytes(self) -> int:
-        return sum(map(resident_bytes, self._processes()))
+        return sum(map(resident_bytes, self.processes()))
 
-    def _processes(self) -> tuple[int, int]:
+    def processes(self) -> tuple[int, int]:
+        """Pids of keeper and server."""
         return self.pid, self.server_pid()
 
     # --- its loaders ----------------------------------------------------------------------
