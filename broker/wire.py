@@ -336,7 +336,8 @@ class Granted(Message, frozen=True, tag_field="right", tag="lease"):
     tensors: int
     how: str
     """"resident" (it was there), "loaded" (this request caused the load), "shared" (waited for
-    another's) or "hashed" (the bytes were read, found to be resident, and not loaded again)."""
+    another's), "hashed" (the bytes were read, found to be resident, and not loaded again) or
+    "published" (this session wrote it)."""
 
 
 class Claimed(Message, frozen=True, tag_field="right", tag="claim"):
@@ -424,6 +425,10 @@ class Refused(SessionMessage, tag="refused", frozen=True):
     payload: str
 
 
+CANARY = "canary:"
+"""`Attach.lease` begins with it, and a device's UUID follows: for the device's canary."""
+
+
 class Attach(SessionMessage, tag="attach", frozen=True):
     """Engine to broker: deliver the descriptors of a granted lease, or of a claim's slab."""
 
@@ -436,6 +441,8 @@ class Attached(SessionMessage, tag="attached", frozen=True):
     lease: str
     nbytes: int
     epoch: str
+    seed: str = ""
+    """Of a canary: what its pattern is made of."""
 
 
 class Deliver(SessionMessage, tag="deliver", frozen=True):

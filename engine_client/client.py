@@ -246,8 +246,8 @@ class EngineClient(Operator, Publisher):
             self._weights.add(weights)
         return weights
 
-    def _acquire_newest(self, key: WeightKey) -> WeightSet:
-        return self.acquire(msgspec.structs.replace(key, checkpoint=""))
+    def _acquire_newest(self, key: WeightKey, generation: str | None) -> WeightSet:
+        return self.acquire(msgspec.structs.replace(key, checkpoint=""), generation=generation)
 
     def _withdraw(self, lease: str) -> None:
         """Whatever the broker has made of the request, it holds no lease afterwards."""

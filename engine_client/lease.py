@@ -6,6 +6,8 @@ import ctypes
 import os
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from broker import wire
 from broker.devices.base import Device, DeviceError, Mapping
@@ -21,8 +23,10 @@ class Lease:
     Attributes:
         granted: what the broker said of the set.
         manifest: validated against the slab.
-        mapping: valid until `end`, and until no memory view is left.
+        mapping: valid until `end`, and until no memory view is left; not while it is asleep.
         platform: "cuda", "rocm" or "simulated".
+        session: whose lease it is.
+        is_asleep: the slab is not mapped and no lease is held, but the addresses are kept.
     """
 
     def __init__(
@@ -37,7 +41,8 @@ class Lease:
         self.manifest = manifest
         self.mapping = mapping
         self.platform = platform
-        self._session = session
+        self.session = session
+        self.is_asleep = False
         # Reentrant: a garbage collection inside may find the last view.
         self._lock = threading.RLock()
         self._is_wanted = True
@@ -46,7 +51,7 @@ class Lease:
 
     def check_process(self) -> None:
         """Raise `UsageError` in a forked child: the slab is not mapped there."""
-        if self._session.is_inherited:
+        if self.session.is_inherited:
             raise UsageError(
                 "these weights were mapped before a fork and are not mapped in this child process: "
                 "make a client in the child and acquire them there"
@@ -66,7 +71,47 @@ class Lease:
                 return
             self._ended = True
         self.mapping.close()
-        self._session.notify("release", wire.Release(self.granted.lease))
+        if not self.is_asleep:
+            self.session.notify("release", wire.Release(self.granted.lease))
+
+    def suspend(self) -> None:
+        """Unmap, keeping the addresses; the lease is the caller's to give back.
+
+        Waits for the device.
+
+        Raises:
+            UsageError: a memory view is alive, the lease has ended, or the device cannot. Still
+                mapped.
+        """
+        with self._lock:
+            if self._ended or not self._is_wanted:
+                raise UsageError("these weights have been released; acquire them again")
+            if self._views:
+                raise UsageError(
+                    "sleep: memory views of these weights are alive and would fault; drop them"
+                )
+            try:
+                self.mapping.suspend()
+            except DeviceError as error:
+                raise UsageError(f"these weights cannot sleep now: {error}") from error
+            self.is_asleep = True
+
+    def resume(self, granted: wire.Granted, slab: int) -> None:
+        """Map the slab of a new lease where the old one was.
+
+        Raises:
+            UsageError: the last tensor has died meanwhile and the addresses are given back.
+            InternalError: it cannot be mapped. Still asleep.
+        """
+        with self._lock:
+            if self._ended:
+                raise UsageError("these weights have been released; acquire them again")
+            try:
+                self.mapping.resume(slab)
+            except DeviceError as error:
+                raise InternalError(f"the weights cannot be mapped again: {error}") from error
+            self.granted = granted
+            self.is_asleep = False
 
     def whole_slab(self) -> memoryview:
         """All bytes of the slab, read-only, as `memory`."""
@@ -80,10 +125,16 @@ class Lease:
         with self._lock:
             if not self._is_wanted:
                 raise UsageError("these weights have been released; acquire them again")
+            self.check_awake()
             self._views += 1
         array = (ctypes.c_char * nbytes).from_address(self.mapping.address + offset)
         weakref.finalize(array, self._view_died).atexit = False
         return memoryview(array).cast("B").toreadonly()
+
+    def check_awake(self) -> None:
+        """Raise `UsageError` while the weights are asleep."""
+        if self.is_asleep:
+            raise UsageError("these weights are asleep: wake() them first")
 
     def _view_died(self) -> None:
         with self._lock:
@@ -115,6 +166,24 @@ def attach(session: Session, device: Device, granted: wire.Granted, deadline: De
         RequestTimeout, BrokerLost, InternalError: the broker delivered something else than the set
             it granted; nothing stays mapped.
     """
+    with receive_set(session, granted, deadline) as (slab, manifest):
+        try:
+            mapping = device.map(slab, granted.nbytes, writable=False)
+        except DeviceError as error:
+            raise InternalError(f"the weights cannot be mapped: {error}") from error
+        return Lease(session, granted, mapping, manifest, device.properties.platform)
+
+
+@contextmanager
+def receive_set(
+    session: Session, granted: wire.Granted, deadline: Deadline
+) -> Iterator[tuple[int, Manifest]]:
+    """A granted set's slab, as a descriptor that is closed after the block, and its manifest.
+
+    Raises:
+        RequestTimeout, BrokerLost, InternalError: the broker delivered something else than the set
+            it granted.
+    """
     nbytes, descriptors = session.attach(granted.lease, deadline)
     try:
         if len(descriptors) != 2 or nbytes != granted.nbytes:
@@ -123,12 +192,7 @@ def attach(session: Session, device: Device, granted: wire.Granted, deadline: De
                 f"{len(descriptors)} descriptors; nothing was mapped"
             )
         slab, manifest_fd = descriptors
-        manifest = _read_manifest(manifest_fd, nbytes)
-        try:
-            mapping = device.map(slab, nbytes, writable=False)
-        except DeviceError as error:
-            raise InternalError(f"the weights cannot be mapped: {error}") from error
-        return Lease(session, granted, mapping, manifest, device.properties.platform)
+        yield slab, _read_manifest(manifest_fd, nbytes)
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

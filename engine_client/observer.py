@@ -43,6 +43,26 @@ class Operator:
         message = wire.Evict(weights)
         return self._session.call("evict", message, wire.Evicted, deadline=Deadline(timeout))
 
+    def pin(self, weights: str, timeout: float | None = ANSWER_SECONDS) -> wire.Pinned:
+        """Have the broker keep sets (by id, name or identity) although nobody leases them.
+
+        Whatever memory is needed or generation comes; `evict` ends it.
+
+        Raises:
+            NotFound: no such set.
+        """
+        message = wire.Pin(weights)
+        return self._session.call("pin", message, wire.Pinned, deadline=Deadline(timeout))
+
+    def unpin(self, weights: str, timeout: float | None = ANSWER_SECONDS) -> wire.Pinned:
+        """The opposite of `pin`: a superseded set that nobody leases is freed now.
+
+        Raises:
+            NotFound: no such set.
+        """
+        message = wire.Unpin(weights)
+        return self._session.call("unpin", message, wire.Pinned, deadline=Deadline(timeout))
+
     def upgrade(self, timeout: float | None = ANSWER_SECONDS) -> None:
         """Replace the broker's server by the version installed now, without a lease lost.
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from broker import wire
+from broker.devices.base import Canary
 from broker.errors import BadRequest, BrokerError, BrokerLost, StaleEpoch, UsageError, from_payload
 from broker.rundir import broker_not_found, find_brokers
 from engine_client.channel import Call, Channel, close_all
@@ -163,6 +164,19 @@ class Session:
         Raises:
             RequestTimeout, BrokerLost, BadRequest (no such lease), StaleEpoch.
         """
+        message, descriptors = self._attach(lease, deadline)
+        return message.nbytes, descriptors
+
+    def canary(self, device: str, deadline: Deadline) -> Canary:
+        """The slab by which this process finds out whether it reads what others wrote.
+
+        Raises:
+            RequestTimeout, BrokerLost, BadRequest (the broker has none for this device).
+        """
+        message, descriptors = self._attach(f"{wire.CANARY}{device}", deadline)
+        return Canary(descriptors[0], message.nbytes, message.seed)
+
+    def _attach(self, lease: str, deadline: Deadline) -> tuple[wire.Attached, list[int]]:
         self._check_process()
         call = Call(packet=wire.encode(wire.Attach(lease)), lease=lease)
         self._channel.submit(call)
@@ -179,7 +193,7 @@ class Session:
             raise StaleEpoch(
                 f"the descriptors are of epoch {message.epoch}, this session is of {self.epoch}"
             )
-        return message.nbytes, descriptors
+        return message, descriptors
 
     def _request(
         self, operation: str, message: wire.Message | None, deliver: tuple[str, int] | None
@@ -240,6 +254,13 @@ class Session:
     def is_usable(self) -> bool:
         """False once the broker is lost, the session closed, or in a forked child."""
         return self._channel.end is None and not self.is_inherited
+
+    def check_usable(self) -> None:
+        """Raise why the session has ended, if it has; `UsageError` in a forked child."""
+        self._check_process()
+        end = self._channel.end
+        if end is not None:
+            raise type(end)(end.sentence, **end.fields)
 
     def close(self) -> None:
         """End the session; the broker takes its leases back. Idempotent; nothing in a child."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ class _Step(NamedTuple):
 def check_same_structure(old: Manifest, new: Manifest) -> None:
     """Raise `BindError` with all differences unless the two describe the same tensors.
 
-    Names, dtypes, shapes, strides, kinds and which names share a storage where; not the places in
-    the slab.
+    Names, dtypes, shapes, strides, which names share a storage where, and which are buffers that no
+    state dict holds; not the places in the slab.
     """
     ours, theirs = _structure(old), _structure(new)
     missing = sorted(ours.keys() - theirs.keys())
@@ -45,7 +45,7 @@ def check_same_structure(old: Manifest, new: Manifest) -> None:
         for what, names in (
             ("missing from the new generation", missing),
             ("only in the new generation", unexpected),
-            ("of another dtype, shape, stride, kind or tie", sorted(mismatched)),
+            ("of another dtype, shape, stride or tie", sorted(mismatched)),
         )
         if names
     ]
@@ -65,7 +65,9 @@ def _structure(manifest: Manifest) -> dict[str, tuple[object, ...]]:
     }
     structure: dict[str, tuple[object, ...]] = {}
     for group in manifest.groups:
-        what = (group.dtype, tuple(group.shape), tuple(group.stride), group.kind)
+        # A state dict does not tell parameters from buffers, and a module that is bound need not.
+        is_private = group.kind == "non-persistent-buffer"
+        what = (group.dtype, tuple(group.shape), tuple(group.stride), is_private)
         for name, offset in zip(group.names, group.offsets, strict=True):
             first, start = tied.get(name, ("", offset))
             structure[name] = (*what, first, offset - start)
@@ -76,19 +78,27 @@ def swap_module(binding: Binding, new: SlabTensors) -> None:
     """Point every shared parameter at the same place in the new weights; buffers get new copies.
 
     For between two forward passes: a pass that runs meanwhile in another thread may see both. Every
-    Parameter stays the same object. Structures must be equal (`check_same_structure`).
+    Parameter stays the same object. Structures must be equal (`check_same_structure`). What was
+    replaced or converted since the bind is left alone.
 
     Raises:
-        UsageError: the module was detached or is gone. Nothing was changed.
+        UsageError: the module was detached or is gone.
+        Anything else: there is no memory for the buffers, or an interrupt. Nothing was changed.
     """
     module = binding.module
     if module is None or not binding.is_bound:
         raise UsageError("swap: the module is not bound any more")
     # Everything that can fail comes before the first assignment.
     steps = list(_parameter_steps(binding, module, new)) + _buffer_steps(binding, module, new)
-    for held, data in steps:
-        held.data = data
-    binding.tensors = new
+    before = [held.data for held, _data in steps]
+    try:
+        for held, data in steps:
+            held.data = data
+        binding.tensors = new
+    except BaseException:  # an interrupt between two of them
+        for (held, _data), data in zip(steps, before, strict=True):
+            held.data = data
+        raise
 
 
 def _parameter_steps(binding: Binding, module: Module, new: SlabTensors) -> list[_Step]:
@@ -115,8 +125,15 @@ def _buffer_steps(binding: Binding, module: Module, new: SlabTensors) -> list[_S
     steps: dict[int, _Step] = {}
     for path, at in walk(module, binding.prefix):
         for key, buffer in at._buffers.items():  # noqa: SLF001 - as torch's own buffers()
-            if buffer is not None and path + key in copied and id(buffer) not in steps:
-                steps[id(buffer)] = _Step(buffer, new.tensor(path + key).clone())
+            if buffer is None or path + key not in copied or id(buffer) in steps:
+                continue
+            stored = new.tensor(path + key)
+            if (buffer.dtype, buffer.shape, buffer.device) == (
+                stored.dtype,
+                stored.shape,
+                stored.device,
+            ):
+                steps[id(buffer)] = _Step(buffer, stored.clone())
     return list(steps.values())
 
 
@@ -126,12 +143,20 @@ class PrivateWeights(dict[str, Tensor]):
     Attributes:
         checkpoint: the content's identity, or "".
         generation: the label of the generation, or None.
+        metadata: what the publisher gave along.
     """
 
-    def __init__(self, tensors: dict[str, Tensor], checkpoint: str, generation: str | None) -> None:
+    def __init__(
+        self,
+        tensors: dict[str, Tensor],
+        checkpoint: str,
+        generation: str | None,
+        metadata: dict[str, Any],
+    ) -> None:
         super().__init__(tensors)
         self.checkpoint = checkpoint
         self.generation = generation
+        self.metadata = metadata
 
 
 def private_copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -142,7 +167,9 @@ def private_copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if not storage.nbytes():
-            copies[name] = tensor.clone()
+            copies[name] = torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
             continue
         if address not in storages:
             storages[address] = storage.clone()  # type: ignore[no-untyped-call]

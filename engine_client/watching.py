@@ -109,7 +109,9 @@ class Watches:
 
     def _on_event(self, event: wire.Event) -> None:
         typed = _typed(event)
-        for watch in self._open if typed is not None else ():
+        if typed is None:
+            return
+        for watch in self._open:
             if isinstance(typed, BrokerStopping) or watch.name in ("", typed.name):
                 watch.put(typed)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from broker.errors import UsageError
 from broker.weights import ITEM_BYTES, Manifest, WeightKey, storage_extent
+from engine_client.deadline import Deadline
 from engine_client.lease import Lease, LeasedMapping
 
 if TYPE_CHECKING:
@@ -37,11 +38,14 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         generation: its label in its line, or None for a set of no line.
         set_id: the broker's number for it.
         nbytes: bytes of its slab.
-        how: "resident", "loaded", "shared" or "hashed": what this acquire had to wait for.
+        how: "resident", "loaded", "shared", "hashed" or "published": how this process came by it.
     """
 
     def __init__(
-        self, lease: Lease, newest: Callable[[WeightKey], WeightSet], device_index: int = 0
+        self,
+        lease: Lease,
+        newest: Callable[[WeightKey, str | None], WeightSet],
+        device_index: int = 0,
     ) -> None:
         granted = lease.granted
         self.key: WeightKey = granted.key
@@ -146,8 +150,9 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         """Give a bound module private, writable copies; its ties stay tied.
 
         Raises:
-            UsageError: it is not bound to these weights.
+            UsageError: it is not bound to these weights, or they are asleep.
         """
+        self._check_held()
         self._binding_of(module).detach()
 
     def _binding_of(self, module: torch.nn.Module) -> Binding:
@@ -158,14 +163,19 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
             raise UsageError("this module is not bound to these weights")
         return binding
 
-    def swap(self, module: torch.nn.Module) -> WeightSet:
+    def swap(self, module: torch.nn.Module, generation: str | None = None) -> WeightSet:
         """Move a bound module to the newest generation of these weights' name, between two passes.
 
-        Every tensor or none; each Parameter stays the same object. The old lease ends when nothing
-        holds its tensors any more, which is at once if only this module did.
+        Every tensor or none; each Parameter stays the same object. Buffers that came with the old
+        generation get the new one's values. The old lease ends when nothing holds its tensors any
+        more, which is at once if only this module did. Addresses change: a captured graph has to be
+        captured again.
+
+        Args:
+            generation: the label of another one, on which tensor-parallel ranks have agreed.
 
         Returns:
-            The newest generation's weights; these very ones if they are the newest.
+            The other generation's weights; these very ones if they are the one that is meant.
 
         Raises:
             UsageError: the module is not bound to these weights, or they have no name.
@@ -175,10 +185,11 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         """
         from engine_client.swapping import check_same_structure, swap_module
 
+        self._check_held()
         binding = self._binding_of(module)
         if not self.key.name:
             raise UsageError("swap: these weights have no name, so there is no newer generation")
-        newest = self._newest(self.key)
+        newest = self._newest(self.key, generation)
         try:
             if newest.set_id == self.set_id:
                 newest.release()
@@ -195,7 +206,56 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         """Private, writable copies of all tensors, ties kept; this lease is not needed for them."""
         from engine_client.swapping import PrivateWeights, private_copies
 
-        return PrivateWeights(private_copies(self.tensors()), self.key.checkpoint, self.generation)
+        copies = private_copies(self.tensors())
+        return PrivateWeights(copies, self.key.checkpoint, self.generation, self.metadata)
+
+    # --- sleeping -------------------------------------------------------------------------
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the weights are unmapped for now."""
+        return self._lease.is_asleep
+
+    def sleep(self) -> None:
+        """Unmap the weights and give the lease back, but keep their addresses. Idempotent.
+
+        Tensors, bound modules and captured graphs stay as they are, and whoever touches them
+        meanwhile faults (SIGSEGV on the host, an illegal access on a GPU). The broker may free the
+        weights while everybody sleeps: pin them, or keep one engine awake. Blocks until the device
+        has done all it was asked; not while another thread uses the weights.
+
+        Raises:
+            UsageError: released; a memory view is alive; or other weights of this process share
+                the addresses. Still awake.
+            BrokerLost: they could never wake up. Still awake.
+        """
+        from engine_client.sleeping import put_to_sleep
+
+        with self._lock:
+            self._check_process_and_lease()
+            if not self._lease.is_asleep:
+                put_to_sleep(self._lease)
+
+    def wake(self, timeout: float | None = None) -> None:
+        """Map the same weights at the same addresses again. Idempotent. Blocks.
+
+        Args:
+            timeout: seconds; None: as long as it takes and the broker lives.
+
+        Raises:
+            NotFound: neither this set nor another of the same content and layout is resident; the
+                sentence says what became of it.
+            RequestTimeout, BrokerLost, InternalError. In each case still asleep, holding no lease,
+                and to be woken later.
+            UsageError: released.
+        """
+        from engine_client.sleeping import wake_up
+
+        with self._lock:
+            self._check_process_and_lease()
+            if self._lease.is_asleep:
+                wake_up(self._lease, Deadline(timeout))
+                self.set_id = self._lease.granted.set
 
     # --- giving back ----------------------------------------------------------------------
 
@@ -255,6 +315,10 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
             return self._slab
 
     def _check_held(self) -> None:
+        self._check_process_and_lease()
+        self._lease.check_awake()
+
+    def _check_process_and_lease(self) -> None:
         self._lease.check_process()
         if self._released:
             raise UsageError("these weights have been released; acquire them again")
