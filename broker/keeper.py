@@ -77,6 +77,10 @@ class Keeper:
         self._listeners.append(create_listener(path, kind))
         self._bound.append(path)
 
+    def keep(self, kind: str, key: str, record: bytes, descriptor: int) -> None:
+        """Something that every server is to get, also the first; takes the descriptor over."""
+        self._kept[kind, key] = Item("keep", kind, key, record, [descriptor])
+
     def stop_on_signals(self) -> None:
         """SIGTERM and SIGINT end server and keeper in order. Only from the main thread."""
         for number in (signal.SIGTERM, signal.SIGINT):

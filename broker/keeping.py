@@ -11,6 +11,7 @@ import msgspec
 
 from broker import wire
 from broker.custody.records import KeptLease, KeptSet
+from broker.devices.base import Canary
 from broker.link import Item, pack_record, receive_item, send_item, unpack_record
 
 
@@ -30,6 +31,8 @@ class Inheritance:
     sessions: list[tuple[KeptSession, int]] = field(default_factory=list)
     sets: list[tuple[KeptSet, list[int]]] = field(default_factory=list)
     leases: list[KeptLease] = field(default_factory=list)
+    canaries: dict[str, Canary] = field(default_factory=dict)
+    """By the device's UUID; what the keeper's platform check has left."""
     facts: dict[str, bytes] = field(default_factory=dict)
     """Records without a descriptor, by key: the epoch, the budgets."""
 
@@ -122,6 +125,9 @@ def _sort(item: Item, inherited: Inheritance) -> None:
     elif item.kind == "set":
         kept = msgspec.msgpack.decode(record, type=KeptSet)
         inherited.sets.append((kept, item.descriptors))
+    elif item.kind == "canary":  # from broker.service
+        nbytes, seed = record.decode().split()
+        inherited.canaries[item.key] = Canary(item.descriptors[0], int(nbytes), seed)
     elif item.kind == "lease":
         inherited.leases.append(msgspec.msgpack.decode(record, type=KeptLease))
     else:

@@ -22,7 +22,7 @@ from broker.platform_probe import Probe
 from broker.platform_sharing import Step, Where
 
 if TYPE_CHECKING:
-    from broker.devices.roundtrip import Canary
+    from broker.devices.base import Canary
 
 __all__ = ["PlatformReport", "Step", "Where", "check_ipc_platform_support", "platform_steps"]
 

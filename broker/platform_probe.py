@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from broker.devices.roundtrip import Canary
+    from broker.devices.base import Canary
 
 Vendor = Literal["nvidia", "amd"]
 

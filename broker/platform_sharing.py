@@ -16,7 +16,8 @@ from broker.device_names import devices_meant
 from broker.platform_probe import DeviceAnswer, DriverAnswer, Probe, Vendor
 
 if TYPE_CHECKING:
-    from broker.devices.roundtrip import Canary, RoundTripFailed
+    from broker.devices.base import Canary
+    from broker.devices.roundtrip import RoundTripFailed
 
 Where = Literal["broker", "engine"]
 

@@ -90,6 +90,7 @@ class Server:
         self.books = Books(self._budgets(inherited), self.epoch, keeping=True)
         self.books.counters["server_restarts"] = restarts
         self.store = Store(self.devices)
+        self._canaries = inherited.canaries
         self.loop = Loop()
         self.helpers = Helpers(self.loop)
         self.peers: dict[int, SessionPeer] = {}
@@ -288,14 +289,19 @@ class Server:
             self.keeper.note_session(kept)
 
     def _attach(self, peer: SessionPeer, request: wire.Attach) -> None:
-        try:
-            record, writing = self.books.attachment(peer.session, request.lease)
-        except BrokerError as error:
-            peer.send(wire.Refused(request.lease, error.status, error.to_payload().decode()))
+        lease, store = request.lease, self.store
+        canary = self._canaries.get(lease.removeprefix(wire.CANARY))
+        if canary is not None and lease.startswith(wire.CANARY):
+            message = wire.Attached(lease, canary.nbytes, self.epoch, canary.seed)
+            peer.send(message, [canary.descriptor])
             return
-        store = self.store
+        try:
+            record, writing = self.books.attachment(peer.session, lease)
+        except BrokerError as error:
+            peer.send(wire.Refused(lease, error.status, error.to_payload().decode()))
+            return
         descriptors = store.for_writer(record.id) if writing else store.for_reader(record.id)
-        peer.send(wire.Attached(request.lease, record.nbytes, self.epoch), descriptors)
+        peer.send(wire.Attached(lease, record.nbytes, self.epoch), descriptors)
 
     def _session_ended(self, peer: SessionPeer, how: str) -> None:
         if self.loading.closed_its_session(peer.session):

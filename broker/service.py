@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -33,12 +34,15 @@ class Broker:
     """
 
     def __init__(self, config: BrokerConfig) -> None:
-        check_ipc_platform_support(where="broker", device=config.device)
+        report = check_ipc_platform_support(where="broker", device=config.device)
         for path in config.preload:
             open_checkpoint(path).close()
         paths = _paths(config)
         options = {**asdict(config), "directory": str(paths.directory)}
         self._keeper = Keeper(paths, server_command([json.dumps(options)]))
+        for uuid, canary in report.canaries.items():
+            record = f"{canary.nbytes} {canary.seed}".encode()
+            self._keeper.keep("canary", uuid, record, os.dup(canary.descriptor))
 
     def stop_on_signals(self) -> None:
         """SIGTERM and SIGINT begin an orderly stop. Only from the main thread."""

@@ -1,14 +1,13 @@
 """Where weights can live. The functions here are the only way anybody gets a device.
 
 They open no context, and are for after the platform check, which says more about what is missing.
+What drives GPUs is imported with the first GPU: the simulated device has no use for it.
 """
 
 from __future__ import annotations
 
 from broker.device_names import SIMULATED, devices_meant
 from broker.devices.base import Device
-from broker.devices.discovery import DeviceNotVisible, open_driver, visible_uuids
-from broker.devices.discovery import open_device as open_gpu
 from broker.devices.simulated import UUID, SimulatedDevice
 
 
@@ -26,6 +25,8 @@ def devices_named(device: str, platform: str = "") -> list[str]:
     """
     if device == SIMULATED:
         return [UUID]
+    from broker.devices.discovery import DeviceNotVisible, open_driver, visible_uuids
+
     visible = visible_uuids(open_driver(platform))
     found, missing = devices_meant(device, visible)
     if missing:
@@ -40,7 +41,11 @@ def open_device(uuid: str, platform: str = "") -> Device:
         DeviceNotVisible: this process does not see it.
         DeviceError: it cannot be described or lacks virtual memory management.
     """
-    return SimulatedDevice() if uuid == UUID else open_gpu(open_driver(platform), uuid)
+    if uuid == UUID:
+        return SimulatedDevice()
+    from broker.devices import discovery
+
+    return discovery.open_device(discovery.open_driver(platform), uuid)
 
 
 def open_devices(device: str, platform: str = "") -> list[Device]:

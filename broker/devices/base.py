@@ -46,6 +46,18 @@ class DeviceProperties:
 
 
 @dataclass(frozen=True)
+class Canary:
+    """A slab with a known pattern, by which a process finds out whether it reads what others wrote.
+
+    The holder owns the descriptor. `seed` is what the pattern is made of.
+    """
+
+    descriptor: int
+    nbytes: int
+    seed: str
+
+
+@dataclass(frozen=True)
 class Segment:
     """`nbytes` from `start` in a staging buffer belong at `offset` in the slab."""
 

@@ -24,10 +24,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from broker.children import child_environment
-from broker.devices.base import Device, DeviceError, Segment
+from broker.devices.base import Canary, Device, DeviceError, Segment
 from broker.devices.discovery import open_device, open_driver
 
 DEADLINE_SECONDS = 60.0
@@ -55,15 +54,6 @@ class RoundTripFailed(DeviceError):
         super().__init__(sentence)
         self.reason = reason
         self.step = step
-
-
-@dataclass(frozen=True)
-class Canary:
-    """A slab with a known pattern. The holder owns the descriptor."""
-
-    descriptor: int
-    nbytes: int
-    seed: str
 
 
 def prove_sharing(uuid: str, *, deadline_seconds: float = DEADLINE_SECONDS) -> Canary:

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from broker.devices.base import DeviceError
+from broker.devices.base import Canary, DeviceError
 from broker.devices.cuda import CudaDevice
 from broker.devices.discovery import open_devices
 from broker.devices.roundtrip import (
     REAPER,
-    Canary,
     RoundTripFailed,
     _run_child,
     compare_canary,

@@ -7,7 +7,8 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from broker.devices.roundtrip import Canary, RoundTripFailed
+from broker.devices.base import Canary
+from broker.devices.roundtrip import RoundTripFailed
 from broker.platform_probe import DeviceAnswer, DriverAnswer, Probe, TorchBuild
 
 H100 = DeviceAnswer("GPU-0100", "NVIDIA H100", 80 << 30)
