@@ -35,6 +35,65 @@ def evict_sets(name: str, directory: Path | None, which: str) -> int:
     return 0
 
 
+def list_names(name: str, directory: Path | None, *, as_json: bool) -> int:
+    """`weight-broker list`."""
+    with _observe(name, directory) as client:
+        rows = generations_in(client.status())
+    if as_json:
+        print(json.dumps(rows, indent=2))
+    elif rows:
+        cells = [tuple(str(cell) for cell in row.values()) for row in rows]
+        print("\n".join(_table(tuple(key.upper() for key in rows[0]), cells)))
+    return 0
+
+
+def generations_in(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every generation of every name in a status, oldest set first; also those being written."""
+    rows = []
+    for entry in report["sets"]:
+        names = entry["names"] or {entry["key"]["name"]: "-"}
+        for name, label in names.items():
+            if name:
+                state = "newest" if name in entry["newest"] else entry["state"]
+                rows.append(
+                    {
+                        "name": name,
+                        "generation": label,
+                        "set": entry["id"],
+                        "state": state + (" (pinned)" if entry["pinned"] else ""),
+                        "bytes": entry["nbytes"],
+                        "leases": len(entry["leases"]),
+                        "dtype": entry["key"]["dtype"] or "-",
+                    }
+                )
+    return sorted(rows, key=lambda row: (row["name"], row["set"]))
+
+
+def publish_checkpoint(
+    name: str,
+    directory: Path | None,
+    path: str,
+    line: str,
+    *,
+    generation: str | None,
+    device: str | None,
+) -> int:
+    """`weight-broker publish`: returns when the generation is resident."""
+    with _observe(name, directory) as client:
+        granted = client.publish_checkpoint(path, line, generation=generation, device=device)
+    size = human(granted.nbytes)
+    print(f"{line}: generation {granted.generation}, set {granted.set}, {size}, {granted.how}")
+    return 0
+
+
+def pin_sets(name: str, directory: Path | None, which: str, *, pinned: bool) -> int:
+    """`weight-broker pin` and `unpin`."""
+    with _observe(name, directory) as client:
+        meant = client.pin(which) if pinned else client.unpin(which)
+    print(f"{'pinned' if pinned else 'not pinned any more'}: {_numbers(meant.sets)}")
+    return 0
+
+
 def upgrade_broker(name: str, directory: Path | None) -> int:
     """`weight-broker upgrade`: returns when the new server answers."""
     with _observe(name, directory) as client:
@@ -86,7 +145,8 @@ def verify_sets(name: str, directory: Path | None, which: str | None) -> int:
 
 
 def _is_chosen(entry: dict[str, Any], which: str | None) -> bool:
-    if entry["state"] != "sealed" or not entry["key"]["checkpoint"].startswith("blake3:"):
+    # What an engine published is whatever its key says: there is nothing to compare with.
+    if entry["state"] != "sealed" or entry["path"] is None:
         return False
     return which is None or which in (str(entry["id"]), *entry["names"])
 

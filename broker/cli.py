@@ -1,4 +1,4 @@
-"""The command line: `weight-broker serve|status|evict|verify|shutdown|doctor`.
+"""The command line: `weight-broker COMMAND`.
 
 Exit codes are those of the error classes (errors.py) and documented in README.md; 0 is success.
 """
@@ -13,7 +13,16 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from broker.admin import evict_sets, print_status, shutdown_broker, upgrade_broker, verify_sets
+from broker.admin import (
+    evict_sets,
+    list_names,
+    pin_sets,
+    print_status,
+    publish_checkpoint,
+    shutdown_broker,
+    upgrade_broker,
+    verify_sets,
+)
 from broker.config import BrokerConfig
 from broker.errors import BrokerError
 from broker.platform import platform_steps
@@ -60,6 +69,19 @@ def _parser() -> argparse.ArgumentParser:
     evict.add_argument("set", help="a set's id, name or content identity, as status shows it")
     verify = _add(commands, "verify", _verify, "digest resident weights and compare")
     verify.add_argument("set", nargs="?", help="a set's id or name; default: every sealed set")
+    names = _add(commands, "list", _list, "show names and their generations")
+    names.add_argument("--json", action="store_true", help="as one JSON object")
+    publish = _add(
+        commands, "publish", _publish, "load a checkpoint as a new generation of a name", "--broker"
+    )
+    publish.add_argument("path", help="a folder, or one safetensors file")
+    publish.add_argument("--name", required=True, dest="line", help="whose new generation it is")
+    publish.add_argument("--generation", help="its label (default: the next number)")
+    publish.add_argument("--device", help="UUID, if the broker serves several devices")
+    pin = _add(commands, "pin", _pin, "keep weight sets although nobody leases them")
+    unpin = _add(commands, "unpin", _unpin, "the opposite of pin")
+    for command in (pin, unpin):
+        command.add_argument("set", help="a set's id, name or content identity")
     _add(commands, "upgrade", _upgrade, "replace the server; engines notice nothing")
     shutdown = _add(commands, "shutdown", _shutdown, "stop the broker in order")
     shutdown.add_argument("--force", action="store_true", help="also while engines hold leases")
@@ -73,10 +95,13 @@ def _add(
     name: str,
     command: Callable[[argparse.Namespace], int],
     text: str,
+    broker: str = "--name",
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     parser.set_defaults(command=command)
-    parser.add_argument("--name", default=DEFAULT_NAME, help="which broker (default: %(default)s)")
+    parser.add_argument(
+        broker, dest="name", default=DEFAULT_NAME, help="which broker (default: %(default)s)"
+    )
     parser.add_argument(
         "--dir",
         type=Path,
@@ -166,6 +191,29 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _upgrade(options: argparse.Namespace) -> int:
     return upgrade_broker(options.name, options.directory)
+
+
+def _list(options: argparse.Namespace) -> int:
+    return list_names(options.name, options.directory, as_json=options.json)
+
+
+def _publish(options: argparse.Namespace) -> int:
+    return publish_checkpoint(
+        options.name,
+        options.directory,
+        options.path,
+        options.line,
+        generation=options.generation,
+        device=options.device,
+    )
+
+
+def _pin(options: argparse.Namespace) -> int:
+    return pin_sets(options.name, options.directory, options.set, pinned=True)
+
+
+def _unpin(options: argparse.Namespace) -> int:
+    return pin_sets(options.name, options.directory, options.set, pinned=False)
 
 
 def _shutdown(options: argparse.Namespace) -> int:

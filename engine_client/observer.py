@@ -10,9 +10,14 @@ from types import TracebackType
 from typing import Any
 
 from broker import wire
-from broker.errors import BrokerLost, RequestTimeout
+from broker.checkpoints.describe import describe_source
+from broker.checkpoints.files import open_checkpoint
+from broker.checkpoints.model_config import read_config
+from broker.errors import BadRequest, BrokerLost, RequestTimeout
+from broker.quantization import check_ipc_quant_support, quantization_config_in
 from broker.rundir import DEFAULT_NAME
 from engine_client.deadline import Deadline
+from engine_client.progress import progress_printer
 from engine_client.session import Session, connect
 
 ANSWER_SECONDS = 10.0
@@ -98,6 +103,43 @@ class Observer(Operator):
         self._session = connect(name, directory, platform=wire.NO_PLATFORM)
         self._lost = threading.Event()
         self._session.on_lost(self._lost.set)
+
+    def publish_checkpoint(
+        self,
+        path: str,
+        name: str,
+        *,
+        generation: str | None = None,
+        device: str | None = None,
+    ) -> wire.Granted:
+        """Have a checkpoint loaded, if need be, as the newest generation of a name. Blocks.
+
+        What the grant describes is resident when this returns; this session holds a lease on it
+        until it is closed.
+
+        Args:
+            generation: a label; None: the next number, or the one that this content has already.
+            device: UUID; None: the only one the broker serves.
+
+        Raises:
+            BadRequest: several devices are served, and none was named.
+            Mismatch: the label is another content's, or this content has another label.
+            NotFound, LoadFailed, UnsupportedQuantForIPCError, OverBudget, BrokerLost: as `acquire`.
+        """
+        served = self._session.devices
+        if device is None and len(served) != 1:
+            raise BadRequest(f"this broker serves {', '.join(served)}: say on which with --device")
+        demand = wire.Demand(device=device or served[0], name=name, generation=generation)
+        with open_checkpoint(path) as opened:
+            config = read_config(opened.folder)
+            check_ipc_quant_support(quantization_config_in(config or {}), where="engine")
+            return self._session.call(
+                "acquire",
+                wire.Acquire("publish", demand, describe_source(opened)),
+                wire.Granted,
+                on_progress=progress_printer(name),
+                deliver=("source", opened.folder),
+            )
 
     def wait_until_lost(self, timeout: float = STOP_SECONDS) -> None:
         """Return when the broker has ended.

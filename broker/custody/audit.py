@@ -108,14 +108,15 @@ def _indexes(books: Books) -> list[str]:
 
 def snapshot(books: Books) -> dict[str, Any]:
     """Devices, sets and counters as plain data for `status`."""
+    newest = {(members[-1], str(line[0])) for line, members in books.lines().items()}
     return {
         "devices": {device: usage(books, device) for device in books.budgets},
-        "sets": [_set(record) for record in books.sets.values()],
+        "sets": [_set(record, newest) for record in books.sets.values()],
         "counters": dict(sorted(books.counters.items())),
     }
 
 
-def _set(record: WeightSet) -> dict[str, Any]:
+def _set(record: WeightSet, newest: set[tuple[int, str]]) -> dict[str, Any]:
     progress = record.progress
     return {
         "id": record.id,
@@ -131,6 +132,6 @@ def _set(record: WeightSet) -> dict[str, Any]:
         "waiting": len(record.waiters),
         "writer": record.writer,
         "pinned": record.pinned,
-        "superseded": record.superseded,
+        "newest": [name for name in record.names if (record.id, name) in newest],
         "progress": None if progress is None else [progress.stage, progress.done, progress.total],
     }
