@@ -229,7 +229,7 @@ def any_storage_lives() -> bool:
 
 
 def imports(dtype: str) -> bool:
-    """Whether this torch takes a dtype through DLPack (2.6 takes no 8-bit floats)."""
+    """Whether this torch takes a dtype through DLPack (older ones take no 8-bit floats)."""
     known = _imported.get(dtype)
     if known is None:
         known = _imported[dtype] = _try(dtype)
@@ -240,7 +240,7 @@ _imported: dict[str, bool] = {}
 
 
 def _try(dtype: str) -> bool:
-    whole = torch.zeros(16, dtype=torch.uint8)
+    whole = torch.zeros(16, dtype=torch.uint8, device="cpu")
     capsule: Any = _export(whole)
     dims = array.array("q", [1, 1])
     at = dims.buffer_info()[0]
@@ -281,21 +281,27 @@ class _DeviceMemory:
     """GPU memory as `__cuda_array_interface__` (version 2) describes it to torch."""
 
     def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
+        self._address = address
+        self._nbytes = nbytes
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self._nbytes,),
             "typestr": "|u1",
-            "data": (address, False),  # torch refuses memory that says it is read-only
+            "data": (self._address, False),  # torch refuses memory that says it is read-only
             "version": 2,
         }
 
 
 def _spanning(mapping: Mapping, device: torch.device) -> tuple[object, Tensor]:
     """What the mapping lives as long as, and the one tensor that holds it."""
-    if device.type == "cpu":
-        memory = (ctypes.c_ubyte * mapping.nbytes).from_address(mapping.address)
-        return memory, torch.frombuffer(memory, dtype=torch.uint8)
-    owner = _DeviceMemory(mapping.address, mapping.nbytes)
-    return owner, _device_tensor(owner, mapping.address, device)
+    with torch.inference_mode(False):
+        if device.type == "cpu":
+            memory = (ctypes.c_ubyte * mapping.nbytes).from_address(mapping.address)
+            return memory, torch.frombuffer(memory, dtype=torch.uint8)
+        owner = _DeviceMemory(mapping.address, mapping.nbytes)
+        return owner, _device_tensor(owner, mapping.address, device)
 
 
 def _device_tensor(owner: object, address: int, device: torch.device) -> Tensor:
@@ -304,8 +310,7 @@ def _device_tensor(owner: object, address: int, device: torch.device) -> Tensor:
     Raises:
         InternalError: torch made a copy, because it takes the memory for another device's.
     """
-    with torch.inference_mode(False):
-        tensor = torch.as_tensor(owner, device=device)
+    tensor = torch.as_tensor(owner, device=device)
     if tensor.data_ptr() != address:
         raise InternalError(
             f"torch did not take the slab at {address:#x} as memory of {device}: "
@@ -323,7 +328,7 @@ def _device_word(whole: Tensor) -> int:
 def _uses(whole: Tensor) -> int:
     """How often a tensor or its storage is referred to.
 
-    An exported struct refers to the tensor; up to torch 2.8 to a view of it, so to the storage.
+    An exported struct refers to the tensor; in older torch to a view of it, so to its storage.
     """
     storage = whole.untyped_storage()
     tensors: int = whole._use_count()  # type: ignore[attr-defined]  # noqa: SLF001

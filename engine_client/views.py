@@ -120,7 +120,7 @@ class SlabTensors:
             KeyError: there is none.
             UsageError: the weights were released, or this is a forked child.
         """
-        cached = self._cached(name)
+        cached = self._cached(name) if name in self._cache else None
         if cached is None:
             number = self._whole.get(name)
             if number is None or torch.is_inference_mode_enabled():

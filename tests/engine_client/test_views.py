@@ -113,6 +113,19 @@ def test_an_unknown_platform_is_refused_and_the_mapping_left_alone(make_slab: Ma
     mapping.close()
 
 
+def test_a_set_opened_within_contexts_is_an_ordinary_one(
+    make_slab: MakeSlab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A default device and inference_mode of the caller reach neither tensors nor bookkeeping."""
+    monkeypatch.setattr(storages, "_imported", {})
+    base = torch.ones(4)
+    slab = make_slab({"a": base, "b": base, "c": torch.ones(2), "d": torch.empty(0)})
+    with torch.device("meta"), torch.inference_mode():
+        found = slab.open().all()
+    assert [tensor.tolist() for tensor in found.values()] == [[1.0] * 4, [1.0] * 4, [1.0] * 2, []]
+    assert not any(tensor.is_inference() for tensor in found.values())
+
+
 def test_tensors_made_in_inference_mode_are_ordinary_ones(make_slab: MakeSlab) -> None:
     """A first access under inference_mode does not spoil a tensor for training beside it."""
     tensors = make_slab({"a": torch.ones(2), "b": torch.ones(2)}).open()
