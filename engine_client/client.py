@@ -18,15 +18,14 @@ from broker import wire
 from broker.checkpoints.describe import describe_source
 from broker.checkpoints.files import open_checkpoint
 from broker.checkpoints.model_config import read_config
-from broker.devices import open_devices
-from broker.devices.base import Device
-from broker.errors import BadRequest, BrokerError, UsageError
-from broker.platform import check_ipc_platform_support
+from broker.device_names import AUTO
+from broker.errors import BadRequest, BrokerError
 from broker.quantization import check_ipc_quant_support, quantization_config_in
 from broker.rundir import DEFAULT_NAME
 from broker.weights import WeightKey
 from engine_client.checkpoint import Checkpoint
 from engine_client.deadline import Deadline
+from engine_client.devices import check_platform, choose_device
 from engine_client.lease import Lease, attach
 from engine_client.observer import Operator
 from engine_client.progress import progress_printer
@@ -50,14 +49,16 @@ class EngineClient(Operator, Publisher):
     block) gives back every lease without live tensors; tensors that still live stay readable.
 
     Args:
-        device: "cuda", "cuda:N", or "simulated" for the demonstration device; None: a GPU.
+        device: "cuda:N" as torch numbers them, or a UUID; "cuda" or None: the first GPU that this
+            process sees and the broker serves; "simulated" for the demonstration device.
         broker: the broker's name (`weight-broker serve --name`).
         directory: where its sockets are; None: $WEIGHT_BROKER_DIR or the documented defaults.
         label: what `weight-broker status` shows for this engine; None: the program's name.
         timeout: seconds for connecting; not for loads.
 
     Raises:
-        UnsupportedPlatformForIPCError: before any socket is opened.
+        UnsupportedPlatformForIPCError: before any socket is opened; or, after that, the broker does
+            not serve the device.
         BrokerNotFound: nobody listens; the sentence lists every path tried.
         ProtocolMismatch: the broker serves another platform or speaks another protocol.
     """
@@ -71,16 +72,21 @@ class EngineClient(Operator, Publisher):
         label: str | None = None,
         timeout: float | None = 10.0,
     ) -> None:
-        wanted = device or "auto"
-        check_ipc_platform_support(where="engine", device=wanted)
-        self._device = _choose_device(wanted)
+        wanted = device or AUTO
+        where = None if directory is None else Path(directory)
+        platform = check_platform(wanted, broker, where).platform
         self._session: Session = connect(
             broker,
-            None if directory is None else Path(directory),
-            platform=self._device.properties.platform,
+            where,
+            platform=platform,
             label=Path(sys.argv[0]).name if label is None else label,
             timeout=timeout,
         )
+        try:
+            self._device = choose_device(wanted, platform, self._session.devices)
+        except BaseException:
+            self._session.close()
+            raise
         self._watches = Watches(self._session)
         self._leases = itertools.count(1)
         self._lock = threading.Lock()
@@ -241,7 +247,7 @@ class EngineClient(Operator, Publisher):
             raise
 
     def _hold(self, lease: Lease) -> WeightSet:
-        weights = WeightSet(lease, self._acquire_newest)
+        weights = WeightSet(lease, self._acquire_newest, self._device.ordinal)
         with self._lock:
             self._weights.add(weights)
         return weights
@@ -259,6 +265,28 @@ class EngineClient(Operator, Publisher):
                 # A broker too busy to confirm still has the request and will carry it out; one
                 # that is gone holds no lease.
                 return
+
+    def resident_bytes(self, device: str | None = None) -> int:
+        """Bytes that the broker holds on a device: in use there, as weights that are shared.
+
+        Everything on its books, whoever maps it; not the few MiB of the device's canary. Blocks for
+        one answer of the broker.
+
+        Args:
+            device: a UUID; None: the client's own.
+
+        Raises:
+            BadRequest: the broker does not serve it.
+            RequestTimeout, BrokerLost.
+        """
+        uuid = self._device.properties.uuid if device is None else device
+        books = self.status()["devices"]
+        if uuid not in books:
+            raise BadRequest(
+                f"the broker does not serve device {uuid}; it serves {', '.join(books)}"
+            )
+        held: int = books[uuid]["limit"] - books[uuid]["free"]
+        return held
 
     def key_of(self, entry: Mapping[str, Any]) -> WeightKey:
         """The key of a set as `status` lists it."""
@@ -308,16 +336,6 @@ class EngineClient(Operator, Publisher):
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _choose_device(wanted: str) -> Device:
-    devices = open_devices(wanted.partition(":")[0])
-    index = wanted.partition(":")[2]
-    if not index:
-        return devices[0]
-    if not index.isdecimal() or int(index) >= len(devices):
-        raise UsageError(f"device {wanted!r}: this process sees {len(devices)} devices")
-    return devices[int(index)]
 
 
 def _demand_of(key: WeightKey, demand: wire.Demand) -> wire.Demand:

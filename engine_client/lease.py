@@ -14,6 +14,7 @@ from broker.devices.base import Device, DeviceError, Mapping
 from broker.errors import InternalError, UsageError
 from broker.weights import Manifest, decode_manifest
 from engine_client.deadline import Deadline
+from engine_client.mapping import let_go, map_granted
 from engine_client.session import Session
 
 
@@ -70,6 +71,10 @@ class Lease:
             if self._is_wanted or self._views or self._ended:
                 return
             self._ended = True
+        let_go(self._unmap_and_release)
+
+    def _unmap_and_release(self) -> None:
+        """The lease goes back when nothing is mapped any more, and not before."""
         self.mapping.close()
         if not self.is_asleep:
             self.session.notify("release", wire.Release(self.granted.lease))
@@ -164,13 +169,11 @@ def attach(session: Session, device: Device, granted: wire.Granted, deadline: De
 
     Raises:
         RequestTimeout, BrokerLost, InternalError: the broker delivered something else than the set
-            it granted; nothing stays mapped.
+            it granted, or it cannot be mapped; nothing stays mapped.
+        UnsupportedPlatformForIPCError: this process does not see what others write to the device.
     """
     with receive_set(session, granted, deadline) as (slab, manifest):
-        try:
-            mapping = device.map(slab, granted.nbytes, writable=False)
-        except DeviceError as error:
-            raise InternalError(f"the weights cannot be mapped: {error}") from error
+        mapping = map_granted(session, device, granted, slab, deadline)
         return Lease(session, granted, mapping, manifest, device.properties.platform)
 
 

@@ -141,6 +141,11 @@ class Observer(Operator):
                 deliver=("source", opened.folder),
             )
 
+    @property
+    def served_devices(self) -> list[str]:
+        """The UUIDs of the devices that the broker serves."""
+        return list(self._session.devices)
+
     def wait_until_lost(self, timeout: float = STOP_SECONDS) -> None:
         """Return when the broker has ended.
 

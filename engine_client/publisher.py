@@ -20,6 +20,7 @@ from broker.weights import WeightKey
 from engine_client.claim import HeldClaim
 from engine_client.deadline import Deadline
 from engine_client.lease import Lease, attach
+from engine_client.mapping import compare_canary_once
 from engine_client.progress import progress_printer
 from engine_client.session import Session
 from engine_client.stage import Stage
@@ -254,6 +255,7 @@ class Publisher:
         """Everything between the claim and the lease that it becomes."""
         from engine_client.publishing import plan_publication, write_publication
 
+        compare_canary_once(self._session, self._device, deadline)
         publication = plan_publication(weights, metadata)
         reserving = claim.reserve(publication.manifest, publication.dtype, deadline=deadline)
         with reserving as (slab, nbytes):

@@ -114,7 +114,7 @@ def write_publication(
         report: called now and then with the bytes done and the bytes in all.
 
     Raises:
-        OverBudget, InternalError: the slab cannot be mapped.
+        OverBudget, InternalError: the slab cannot be mapped, or not unmapped.
     """
     try:
         mapping = device.map(descriptor, nbytes, writable=True)
@@ -127,6 +127,10 @@ def write_publication(
         copy_parts(publication, storages.whole(), report)
     finally:
         storages.close()
+    try:
+        mapping.close()  # nothing to do, unless closing the storages could not unmap
+    except DeviceError as error:
+        raise InternalError(f"the slab to publish is still mapped: {error}") from error
 
 
 def rebind(source: Module | Mapping[str, Tensor], weights: WeightSet) -> None:
