@@ -20,10 +20,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from broker.link import Item, link_pair, receive_item, send_item
-from broker.rundir import BrokerPaths, NameLock, create_listener, remove_socket
+from broker.errors import BrokerError
+from broker.link import Item, link_pair, packet_of, receive_item, try_send, wait_for_room
+from broker.listeners import Listeners
+from broker.rundir import BrokerPaths
 
 log = logging.getLogger("weight-broker")
 
@@ -33,6 +34,10 @@ FIRST_DELAY_SECONDS = 0.05
 LONGEST_DELAY_SECONDS = 10.0
 STOP_SECONDS = 15.0
 """How long a server that is told to stop may take before it is killed."""
+FULL_SECONDS = 0.1
+"""Between looks for a signal while a new server does not read yet."""
+LOOK_SECONDS = 2.0
+"""Between looks at whether the sockets' files are still there."""
 EXIT_RESTART = 75
 """A server that ends with this wants a successor (`weight-broker upgrade`)."""
 
@@ -53,29 +58,17 @@ class Keeper:
     """
 
     def __init__(self, paths: BrokerPaths, command: list[str]) -> None:
-        self._paths = paths
         self._command = command
         self._kept: Kept = {}
-        self._listeners: list[socket.socket] = []
-        self._bound: list[Path] = []
         self._server: subprocess.Popen[bytes] | None = None
         self._stopping = False
+        self._kill_at = float("inf")
         self._deaths = 0
         self._came_up = False
+        self._complaint = ""
         self.restarts = 0
+        self._listeners = Listeners(paths)
         self._signals = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = NameLock(paths)
-        self._lock.acquire()
-        try:
-            self._listen(paths.zmq, socket.SOCK_STREAM)
-            self._listen(paths.session, socket.SOCK_SEQPACKET)
-        except BaseException:
-            self._close()
-            raise
-
-    def _listen(self, path: Path, kind: socket.SocketKind) -> None:
-        self._listeners.append(create_listener(path, kind))
-        self._bound.append(path)
 
     def keep(self, kind: str, key: str, record: bytes, descriptor: int) -> None:
         """Something that every server is to get, also the first; takes the descriptor over."""
@@ -128,7 +121,19 @@ class Keeper:
             len(self._kept),
         )
         if delay:
-            select.select([self._signals], [], [], delay)
+            self._wait(delay)
+
+    def _wait(self, seconds: float, link: socket.socket | None = None) -> bool:
+        """Wait for a signal or a packet; true if there is a packet, or the link's end."""
+        poller = select.poll()  # select() knows no descriptor above 1023
+        poller.register(self._signals, select.POLLIN)
+        if link is not None:
+            poller.register(link, select.POLLIN)
+        ready = [descriptor for descriptor, _events in poller.poll(max(0.0, seconds) * 1000)]
+        if self._signals in ready:
+            os.eventfd_read(self._signals)
+            self._tell_to_stop()
+        return link is not None and link.fileno() in ready
 
     # --- one server -----------------------------------------------------------------------
 
@@ -136,29 +141,39 @@ class Keeper:
         """Start a server, hand over, and serve it until it ends: its exit code."""
         if self._stopping:
             return 0
-        ours, theirs = link_pair()
-        with ours:
-            passed = (theirs.fileno(), *(listener.fileno() for listener in self._listeners))
-            with theirs:
-                self._server = subprocess.Popen(
-                    [*self._command, str(self.restarts), *map(str, passed)],
-                    pass_fds=passed,
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,  # a Ctrl-C in the terminal is ours to handle
-                )
-            self._serve(ours, on_ready)
+        try:
+            ours, theirs = link_pair()
+            with ours:
+                with theirs:
+                    self._mend()
+                    self._server = self._start(theirs.fileno())
+                self._serve(ours, on_ready)
+        except OSError as error:  # no processes, memory or descriptors: perhaps later
+            log.error("server-not-started cause=%r", str(error))  # noqa: TRY400 - an event
+            return 1
         return self._reap(self._server)
+
+    def _start(self, link: int) -> subprocess.Popen[bytes]:
+        passed = (link, *self._listeners.descriptors())
+        return subprocess.Popen(
+            [*self._command, str(self.restarts), *map(str, passed)],
+            pass_fds=passed,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a Ctrl-C in the terminal is ours to handle
+        )
 
     def _serve(self, link: socket.socket, on_ready: Callable[[str], None] | None) -> None:
         """Take what the server sends until its end of the link is closed."""
-        with contextlib.suppress(OSError):  # it died while we handed over: end-of-file follows
+        with contextlib.suppress(ConnectionError):  # it died meanwhile: end-of-file follows
             self._hand_over(link)
+        looked = time.monotonic()
         while True:
-            readable, _, _ = select.select([link.fileno(), self._signals], [], [])
-            if self._signals in readable:
-                os.eventfd_read(self._signals)
-                self._tell_to_stop()
-            if link.fileno() not in readable:
+            until = min(self._kill_at, looked + LOOK_SECONDS)
+            if not self._wait(until - time.monotonic(), link):
+                self._kill_if_due()
+                if time.monotonic() >= looked + LOOK_SECONDS:
+                    self._replace_if_mended()
+                    looked = time.monotonic()
                 continue
             try:
                 item = receive_item(link)
@@ -175,9 +190,34 @@ class Keeper:
                 self._take(item)
 
     def _hand_over(self, link: socket.socket) -> None:
-        for (kind, key), item in list(self._kept.items()):
-            send_item(link, "item", kind, key, item.record, item.descriptors)
-        send_item(link, "end")
+        """Wait as long as it takes: a server on a busy machine needs a while before it reads."""
+        for (kind, key), item in self._kept.items():
+            self._send(link, packet_of("item", kind, key, item.record), item.descriptors)
+        self._send(link, packet_of("end"), [])
+
+    def _send(self, link: socket.socket, packet: bytes, descriptors: list[int]) -> None:
+        while not try_send(link, packet, descriptors):
+            wait_for_room(link, FULL_SECONDS)
+            self._wait(0)
+            self._kill_if_due()
+
+    def _mend(self) -> bool:
+        """Make listening sockets that somebody has removed again; true if there were any."""
+        try:
+            mended = self._listeners.mend()
+        except (BrokerError, OSError) as error:
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                log.error("sockets-missing cause=%r", self._complaint)  # noqa: TRY400 - an event
+            return False
+        self._complaint = ""
+        if mended:
+            log.error("sockets-mended")
+        return mended
+
+    def _replace_if_mended(self) -> None:
+        if not self._stopping and self._mend() and self._server is not None:
+            self._server.send_signal(signal.SIGHUP)  # it hands over; its successor gets the new
 
     def _take(self, item: Item) -> None:
         name = (item.kind, item.key)
@@ -193,8 +233,15 @@ class Keeper:
             self._kept[name] = item
 
     def _tell_to_stop(self) -> None:
-        if self._server is not None and self._server.poll() is None:
+        if self._server is not None:
             self._server.terminate()
+            self._kill_at = min(self._kill_at, time.monotonic() + STOP_SECONDS)
+
+    def _kill_if_due(self) -> None:
+        """A server that is stopped (SIGSTOP) or hangs does not end in order."""
+        if self._server is not None and time.monotonic() >= self._kill_at:
+            log.error("server-killed cause='it was told to stop and did not'")
+            self._server.kill()
 
     def _reap(self, server: subprocess.Popen[bytes]) -> int:
         """Its exit code. It has closed its link, so it is ending, or is made to."""
@@ -217,11 +264,7 @@ class Keeper:
         for item in self._kept.values():
             _close_all(item.descriptors)
         self._kept.clear()
-        for listener in self._listeners:
-            listener.close()
-        while self._bound:
-            remove_socket(self._bound.pop())
-        self._lock.release()
+        self._listeners.close()
         os.close(self._signals)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -12,7 +14,18 @@ import msgspec
 from broker import wire
 from broker.custody.records import KeptLease, KeptSet
 from broker.devices.base import Canary
-from broker.link import Item, pack_record, receive_item, send_item, unpack_record
+from broker.link import (
+    Item,
+    pack_record,
+    packet_of,
+    receive_item,
+    try_send,
+    unpack_record,
+    wait_for_room,
+)
+
+CLOSE_SECONDS = 5.0
+"""How long a server that ends waits for a keeper that does not read."""
 
 
 class KeptSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,15 +51,51 @@ class Inheritance:
 
 
 class KeeperLink:
-    """Everything sent is recorded when the call returns. Belongs to the loop's thread."""
+    """Everything sent is recorded when the call returns, or `is_behind`, and what must come after
+    it has to be handed in by `later`. Belongs to the loop's thread; no call waits for the keeper.
+    """
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
         self._is_gone = False
+        self._on_behind: Callable[[], None] = lambda: None
+        self._behind: deque[_Packet | Callable[[], None]] = deque()
 
     def fileno(self) -> int:
-        """Readable at end-of-file: the keeper has gone."""
+        """Readable at end-of-file: the keeper has gone. Writable again: `catch_up`."""
         return self._link.fileno()
+
+    def on_behind(self, callback: Callable[[], None]) -> None:
+        """Call back when `catch_up` becomes necessary."""
+        self._on_behind = callback
+
+    @property
+    def is_behind(self) -> bool:
+        """The keeper does not read (it is stopped, or closes much memory): records wait here."""
+        return bool(self._behind)
+
+    def later(self, call: Callable[[], None]) -> None:
+        """Do this when everything sent so far is recorded."""
+        self._behind.append(call)
+
+    def catch_up(self) -> None:
+        """Send what waits, and do what has to come after it, as far as the keeper reads."""
+        while self._behind and self._advance(self._behind[0]):
+            first = self._behind.popleft()
+            if not isinstance(first, _Packet):
+                # What it records comes before everything that waits already.
+                rest, self._behind = self._behind, deque()
+                first()
+                self._behind.extend(rest)
+
+    def _advance(self, first: _Packet | Callable[[], None]) -> bool:
+        if not isinstance(first, _Packet):
+            return True
+        if not self._is_gone and not self._try_send(first.packet, first.descriptors):
+            return False
+        for descriptor in first.descriptors:
+            os.close(descriptor)
+        return True
 
     def receive_inheritance(self) -> Inheritance:
         """What an earlier server left; nothing for the first. Blocks until it is complete.
@@ -93,8 +142,14 @@ class KeeperLink:
         self._send("ready", record=line.encode())
 
     def close(self) -> None:
-        """Record nothing any more. Idempotent."""
+        """Record nothing any more; waits a moment for a keeper that is behind. Idempotent."""
+        limit = time.monotonic() + CLOSE_SECONDS
+        self._behind = deque(entry for entry in self._behind if isinstance(entry, _Packet))
+        while self._behind and not self._is_gone and time.monotonic() < limit:
+            wait_for_room(self._link, limit - time.monotonic())
+            self.catch_up()
         self._is_gone = True
+        self.catch_up()
         self._link.close()
 
     def _send(
@@ -108,13 +163,30 @@ class KeeperLink:
         if self._is_gone:
             return
         packed, all_descriptors, spill = pack_record(record, descriptors)
+        packet = packet_of(verb, kind, key, packed)
         try:
-            send_item(self._link, verb, kind, key, packed, all_descriptors)
-        except (BrokenPipeError, ConnectionResetError):
-            self._is_gone = True  # the loop sees end-of-file next, and stops
+            if self._behind or not self._try_send(packet, all_descriptors):
+                self._behind.append(_Packet(packet, [os.dup(fd) for fd in all_descriptors]))
+                if len(self._behind) == 1:
+                    self._on_behind()
         finally:
             if spill is not None:
                 os.close(spill)
+
+    def _try_send(self, packet: bytes, descriptors: Sequence[int]) -> bool:
+        try:
+            return try_send(self._link, packet, descriptors)
+        except ConnectionError:
+            self._is_gone = True  # the loop sees end-of-file next, and stops
+            return True
+
+
+@dataclass
+class _Packet:
+    """One that the keeper has had no room for yet; it owns the descriptors."""
+
+    packet: bytes
+    descriptors: list[int]
 
 
 def _sort(item: Item, inherited: Inheritance) -> None:

@@ -16,6 +16,7 @@ must outlive the server is recorded by sending it, before anybody is told of it.
 from __future__ import annotations
 
 import array
+import errno
 import os
 import select
 import socket
@@ -28,7 +29,6 @@ QUEUE_BYTES = 4 << 20
 """Room for what a server records while the keeper is closing memory."""
 INLINE_BYTES = 32 * 1024
 """A larger record travels and is kept as a memfd: a packet has to fit into the queue."""
-FULL_SECONDS = 5.0
 _SPILLED = b"+"
 
 
@@ -51,34 +51,33 @@ def link_pair() -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
-def send_item(
-    link: socket.socket,
-    verb: str,
-    kind: str = "-",
-    key: str = "-",
-    record: bytes = b"",
-    descriptors: Sequence[int] = (),
-) -> None:
-    """Send a packet; descriptors are borrowed. Waits up to `FULL_SECONDS` for room.
+def packet_of(verb: str, kind: str = "-", key: str = "-", record: bytes = b"") -> bytes:
+    return f"{verb} {kind} {key}\n".encode() + record
+
+
+def try_send(link: socket.socket, packet: bytes, descriptors: Sequence[int]) -> bool:
+    """Send a packet now; False if the queue is full. Descriptors are borrowed.
 
     Raises:
-        TimeoutError: the other end has not read for so long.
-        OSError: it is gone.
+        ConnectionError: the other end is gone.
     """
-    packet = f"{verb} {kind} {key}\n".encode() + record
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors).tobytes())
-    while not _try_send(link, packet, [rights] if descriptors else []):
-        _, writable, _ = select.select([], [link.fileno()], [], FULL_SECONDS)
-        if not writable:
-            raise TimeoutError("the other end of the link does not read")
-
-
-def _try_send(link: socket.socket, packet: bytes, ancillary: list[tuple[int, int, bytes]]) -> bool:
     try:
-        link.sendmsg([packet], ancillary, socket.MSG_DONTWAIT)
+        link.sendmsg([packet], [rights] if descriptors else [], socket.MSG_DONTWAIT)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno != errno.ETOOMANYREFS:  # as many descriptors are on their way as may be
+            raise
+        return False
     return True
+
+
+def wait_for_room(link: socket.socket, seconds: float) -> bool:
+    """Whether the queue takes another packet now or within so long; also if the link has ended."""
+    poller = select.poll()  # select() knows no descriptor above 1023
+    poller.register(link, select.POLLOUT)
+    return bool(poller.poll(seconds * 1000))
 
 
 def receive_item(link: socket.socket) -> Item | None:

@@ -307,6 +307,17 @@ class NameLock:
             raise self._unusable(error) from error
         self._descriptor = descriptor
 
+    def is_in_place(self) -> bool:
+        """Whether the file that is locked is still the one that others would try to lock."""
+        if self._descriptor is None:
+            return False
+        ours = os.fstat(self._descriptor)
+        try:
+            there = os.lstat(self.paths.lock)
+        except OSError:
+            return False
+        return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
+
     def release(self) -> None:
         """Give the name back. Idempotent; the file stays, empty."""
         if self._descriptor is not None:

@@ -14,6 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -44,7 +45,7 @@ from broker.errors import BrokerError, InternalError, LoadFailed, ShuttingDown
 from broker.keeper import EXIT_RESTART
 from broker.keeping import Inheritance, KeeperLink, KeptSession
 from broker.loading import Loading
-from broker.loop import READ, Helpers, Loop
+from broker.loop import READ, WRITE, Helpers, Loop
 from broker.requests import Tickets
 from broker.rundir import BrokerPaths
 from broker.served import limit_of, open_served
@@ -96,7 +97,9 @@ class Server:
         self.peers: dict[int, SessionPeer] = {}
         self.loading = Loading(self)
         self.is_stopping = False
+        self.is_replaced = False
         self.exit_code = 0
+        self._keeper_pid = os.getppid()
         self._retrying = False
         self._sessions = sessions
         self.conversation = Conversation(router, paths.zmq)
@@ -105,7 +108,8 @@ class Server:
         self._take_over(inherited)
         self.loop.add(self._sessions.fileno(), READ, lambda _events: self._accept())
         self.loop.add(self.conversation.fileno(), READ, lambda _events: None)
-        self.loop.add(self.keeper.fileno(), READ, lambda _events: self._keeper_gone())
+        self.loop.add(self.keeper.fileno(), READ, self._on_keeper)
+        self.keeper.on_behind(lambda: self.loop.modify(self.keeper.fileno(), READ | WRITE))
 
     def _budgets(self, inherited: Inheritance) -> dict[str, Budget]:
         """Limits stay what they were at the first start: what was free then is in use now."""
@@ -142,11 +146,25 @@ class Server:
                 len(inherited.leases),
             )
 
+    def _on_keeper(self, events: int) -> None:
+        if events & WRITE:
+            self.keeper.catch_up()
+            if not self.keeper.is_behind:
+                self.loop.modify(self.keeper.fileno(), READ)
+        if events & ~WRITE:
+            self._keeper_gone()
+
     def _keeper_gone(self) -> None:
         """Without its keeper a server must not go on: nobody would take over from it."""
-        log.error("keeper-gone")
         self.exit_code = 1
-        self.stop("the broker's keeper process has died")
+        if os.getppid() != self._keeper_pid:
+            log.error("keeper-gone")
+            self.stop("the broker's keeper process has died")
+            return
+        # It lives and has closed the line: it could not take a record. Let a successor try.
+        log.error("keeper-lost-a-record")
+        self.is_replaced = True
+        self.loop.stop()
 
     # --- life -----------------------------------------------------------------------------
 
@@ -182,9 +200,13 @@ class Server:
         self.loop.stop()
 
     def stop_on_signals(self) -> None:
-        """SIGTERM and SIGINT begin an orderly stop. Only from the main thread."""
+        """SIGTERM and SIGINT begin an orderly stop, SIGHUP the change to a new server.
+
+        Only from the main thread.
+        """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda received, _frame: self._on_signal(received))
+        signal.signal(signal.SIGHUP, lambda *_: self.loop.call_soon_threadsafe(self.hand_over))
 
     def _on_signal(self, number: int) -> None:
         if self.is_stopping:
@@ -194,8 +216,10 @@ class Server:
 
     def hand_over(self) -> None:
         """End so that a new server, perhaps of a newer version, goes on; engines notice nothing."""
+        if self.is_stopping:
+            return
         self.exit_code = EXIT_RESTART
-        self.is_stopping = True
+        self.is_stopping = self.is_replaced = True
         log.info("handing-over")
         self.loop.stop()
 
@@ -207,9 +231,8 @@ class Server:
         self._sessions.close()
         # The last replies first: after a session's end-of-file nobody reads them any more.
         self.conversation.close()
-        is_replaced = self.exit_code == EXIT_RESTART
         for peer in self.peers.values():
-            peer.close(end=not is_replaced)
+            peer.close(end=not self.is_replaced)
         self.store.close()
         self.loop.close()
         self.keeper.close()
@@ -239,6 +262,9 @@ class Server:
     # --- sessions -------------------------------------------------------------------------
 
     def _accept(self) -> None:
+        if self.keeper.is_behind:
+            self._pause_accepting()  # a session that is not recorded is lost with this server
+            return
         try:
             connection, _address = self._sessions.accept()
         except OSError as error:
@@ -322,11 +348,15 @@ class Server:
     # --- carrying out ---------------------------------------------------------------------
 
     def perform(self, actions: list[Action]) -> None:
-        """Carry out what the books decided, in order. Nothing any more once the end has begun."""
+        """Carry out what the books decided, in order, nothing before the keeper has the records it
+        follows from. Nothing any more once the end has begun."""
         if self.is_stopping:
             return
         for action in actions:
-            self._perform(action)
+            if self.keeper.is_behind:
+                self.keeper.later(partial(self._perform, action))
+            else:
+                self._perform(action)
         self.retry_later()
 
     def _perform(self, action: Action) -> None:
