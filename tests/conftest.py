@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 settings.register_profile(
     "suite",
@@ -11,6 +11,8 @@ settings.register_profile(
     deadline=None,
     print_blob=False,
     max_examples=100,
+    phases=[Phase.explicit, Phase.generate],
+    report_multiple_bugs=False,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile(
@@ -18,7 +20,7 @@ settings.register_profile(
     derandomize=False,
     deadline=None,
     print_blob=True,
-    max_examples=5000,
+    max_examples=2000,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("suite")
