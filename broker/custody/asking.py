@@ -53,16 +53,23 @@ class Asking(Ledger):
         return self._take()
 
     def _is_repeated(self, waiter: Waiter) -> bool:
-        """Answer a request that an earlier server granted, if the engine may not know that."""
+        """Answer a request that an earlier server granted, if the engine may not know that.
+
+        False for a request that says something else than the set has: it is not the same one.
+        """
         session = self.sessions[waiter.session]
         if waiter.lease not in session.restored:
             return False
         held = self.sets[session.leases[waiter.lease]]
-        refusal = mismatch(waiter.demand, held)
-        if refusal is not None:
-            raise refusal
-        self._reply(waiter.ticket, self._granted(held, waiter, "resident"))
-        return True
+        name, source = waiter.demand.name, waiter.source
+        is_other = (
+            mismatch(waiter.demand, held) is not None
+            or (source is not None and tuple(source.files) not in held.identities)
+            or (name is not None and generation_of(held, name) is None)
+        )
+        if not is_other:
+            self._reply(waiter.ticket, self._granted(held, waiter, "resident"))
+        return not is_other
 
     def _check_demand(self, demand: wire.Demand) -> None:
         self._check_device(demand.device)
@@ -101,6 +108,7 @@ class Asking(Ledger):
         self._start_load(waiter, source, hash_first=bool(similar))
 
     def _start_load(self, waiter: Waiter, source: wire.Source, *, hash_first: bool) -> None:
+        self._check_may_write(waiter.session)
         loader = self._open_loader()
         record = self._new_set(WeightKey(device=waiter.demand.device), loader, LOADER_CLAIM)
         record.loaded_by_broker = True
@@ -235,6 +243,8 @@ class Asking(Ledger):
             raise refusal
         if generation_of(record, demand.name) is None:
             self._check_label(record.key, demand)
+            if demand.name:
+                self._check_may_name(line_of(record.key, demand.name), record)
         self._take_lease(record, waiter)
         self._name(record, waiter)
         self._reply(waiter.ticket, self._granted(record, waiter, how))

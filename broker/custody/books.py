@@ -21,6 +21,7 @@ from broker.errors import (
     BrokerError,
     Busy,
     Cancelled,
+    LoadFailed,
     NotFound,
 )
 
@@ -52,6 +53,26 @@ class Books(Restoring):
             requests=len(record.waiting),
             claims=len(record.claims),
         )
+        return self._take()
+
+    def writer_stalled(self, set_id: int) -> list[Action]:
+        """The time to seal a reserved slab is up: the claim is over, as if its writer had died.
+
+        Nothing happens if the set is sealed, being sealed or gone.
+        """
+        record = self.sets.get(set_id)
+        if record is None or record.state not in (State.RESERVING, State.WRITING):
+            return self._take()
+        error = LoadFailed(
+            f"{self._who(record.writer)} reserved memory for weights and did not seal them in time "
+            f"{self.limits.reached('seal_seconds')}",
+            reason="writer-stalled",
+            limit="seal_seconds",
+        )
+        self.counters["writers_stalled"] += 1
+        self._log("writer-stalled", session=record.writer, set=record.id, cause=error.sentence)
+        self._remember_lost(record, error.sentence)
+        self._fail(record, Failure(error))
         return self._take()
 
     def loader_lost(self, set_id: int, error: BrokerError) -> list[Action]:
@@ -140,8 +161,13 @@ class Books(Restoring):
     def watch(self, session: int, ticket: int, request: wire.Watch) -> list[Action]:
         """Send the session events about a name from now on. Raises `Busy` past the limit."""
         watches = self.sessions[session].watches
-        if request.name not in watches and len(watches) >= wire.MAX_WATCHED:
-            raise Busy(f"a session may watch {wire.MAX_WATCHED} names, this one does already")
+        if request.name not in watches and len(watches) >= self.limits.watches:
+            raise Busy(
+                f"this session watches {len(watches)} names already "
+                f"{self.limits.reached('watches')}",
+                limit="watches",
+                value=len(watches),
+            )
         watches.add(request.name)
         self._reply(ticket, wire.Done())
         return self._take()

@@ -44,6 +44,9 @@ class Claiming(Asking):
         return self._take()
 
     def _give_claim(self, session: int, ticket: int, request: wire.Claim) -> None:
+        self._check_may_write(session)
+        if request.key.name:
+            self._check_may_name(line_of(request.key, request.key.name))
         self._new_set(request.key, session, request.lease).label = request.generation
         self._reply(ticket, wire.Claimed(request.lease))
 
@@ -93,6 +96,7 @@ class Claiming(Asking):
         return self._take()
 
     def _start_shipped(self, waiter: Waiter, request: wire.Load) -> None:
+        self._check_may_write(waiter.session)
         loader = self._open_loader()
         record = self._new_set(request.key, loader, LOADER_CLAIM)
         record.initiator = waiter.ticket

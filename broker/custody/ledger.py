@@ -29,16 +29,19 @@ from broker.custody.records import (
     kept_set,
     line_of,
 )
-from broker.custody.states import RESIDENT, TABLE, WITH_MEMORY, State, Trigger
+from broker.custody.states import IN_PROGRESS, RESIDENT, TABLE, WITH_MEMORY, State, Trigger
 from broker.errors import (
     BadRequest,
     BrokerError,
     Busy,
 )
+from broker.limits import DEFAULTS, Limits
 from broker.weights import WeightKey
 
 MAX_ENDED = 1024
 """Sets whose end is remembered."""
+MAX_NUMBERED = 65_536
+"""Lines without a resident set whose numbering is remembered."""
 MAX_NUMBER_DIGITS = 18
 """Longer labels are taken for words: no line will ever count that far."""
 
@@ -50,12 +53,19 @@ class Ledger:
         budgets: the devices this broker serves, by UUID.
         epoch: changes with every start of the broker; travels with each grant.
         keeping: say with `KeepSet`, `KeepLease`, `DropLease` what a successor needs to know.
+        limits: what sessions may use.
     """
 
     def __init__(
-        self, budgets: Mapping[str, Budget], epoch: str = "", *, keeping: bool = False
+        self,
+        budgets: Mapping[str, Budget],
+        epoch: str = "",
+        *,
+        keeping: bool = False,
+        limits: Limits = DEFAULTS,
     ) -> None:
         self.epoch = epoch
+        self.limits = limits
         self.budgets = dict(budgets)
         self.sets: dict[int, WeightSet] = {}
         self.sessions: dict[int, SessionRecord] = {}
@@ -166,11 +176,54 @@ class Ledger:
         self.sessions[writer].claims[claim] = record.id
         return record
 
+    def _check_may_write(self, session: int) -> None:
+        """Raise `Busy` if the session, or all together, have too many sets in progress."""
+        in_progress = [record for record in self.sets.values() if record.state in IN_PROGRESS]
+        own = sum(self._is_caused_by(record, session) for record in in_progress)
+        for used, limit, whose in (
+            (own, "claims", "by this session"),
+            (len(in_progress), "all_claims", "or loaded"),
+        ):
+            if used >= getattr(self.limits, limit):
+                raise Busy(
+                    f"{used} weight sets are being written {whose} already; let one of them end "
+                    f"first {self.limits.reached(limit)}",
+                    limit=limit,
+                    value=used,
+                )
+
+    def _is_caused_by(self, record: WeightSet, session: int) -> bool:
+        waiter = record.waiters.get(record.initiator or 0)
+        return record.writer == session or (waiter is not None and waiter.session == session)
+
+    def _check_may_name(self, line: Line, record: WeightSet | None = None) -> None:
+        """Raise `Busy` if there are too many names: in all, or of this set."""
+        full = ""
+        if record is not None and line not in record.generations:
+            full = "set_names" if len(record.generations) >= self.limits.set_names else ""
+        if line not in self._lines and len(self._lines) >= self.limits.names:
+            full = "names"
+        if full:
+            raise Busy(
+                f"{line[0]!r} cannot become a name of weights: {getattr(self.limits, full)} names "
+                f"are on the books already; evict sets, or use fewer {self.limits.reached(full)}",
+                limit=full,
+                value=getattr(self.limits, full),
+            )
+
     def _claimed_by(self, session: int, claim: str) -> WeightSet:
         set_id = self.sessions[session].claims.get(claim)
         if set_id is None:
-            raise BadRequest(f"this session holds no claim {claim!r}: it ended or never was")
+            why = self.sessions[session].lost.get(claim, "it ended or never was")
+            raise BadRequest(f"this session holds no claim {claim!r}: {why}")
         return self.sets[set_id]
+
+    def _remember_lost(self, record: WeightSet, why: str) -> None:
+        session = self.sessions.get(record.writer or 0)
+        if session is not None:
+            session.lost[record.claim] = why
+            if len(session.lost) > self.limits.claims:
+                del session.lost[next(iter(session.lost))]
 
     def _by_identity(self, device: str, source: wire.Source) -> WeightSet | None:
         set_id = self._by_files.get((device, tuple(source.files)))
@@ -287,9 +340,15 @@ class Ledger:
         """The label that is wanted, or a number no generation of the line has ever had."""
         if wanted is None or self._labelled(line, wanted) is not None:
             self._numbers[line] += 1
+            self._forget_a_number()
             return str(self._numbers[line])
         self._note_number(line, wanted)
         return wanted
+
+    def _forget_a_number(self) -> None:
+        if len(self._numbers) > MAX_NUMBERED + len(self._lines):
+            gone = next(line for line in self._numbers if line not in self._lines)
+            del self._numbers[gone]
 
     def _note_number(self, line: Line, label: str) -> None:
         if label.isdecimal() and len(label) <= MAX_NUMBER_DIGITS:

@@ -75,6 +75,12 @@ class Writing(Claiming):
             raise BadRequest(f"set {record.id} is {record.state.value}: it has its memory already")
         if request.nbytes < 0 or request.tensors < 0:
             raise BadRequest("reserve: nbytes and tensors must not be negative")
+        if request.tensors > self.limits.tensors:
+            raise BadRequest(
+                f"reserve: {request.tensors} tensors are more than a weight set may have "
+                f"{self.limits.reached('tensors')}",
+                limit="tensors",
+            )
         key = self._completed_key(record, request)
         self._check_label_is_free(line_of(key, key.name), record.label)
         misled = self._misled_waiters(record, key)

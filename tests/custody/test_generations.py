@@ -351,7 +351,7 @@ def test_a_session_watches_a_bounded_number_of_names() -> None:
     """Past the limit `watch` is busy; a name that is watched already is no more."""
     desk = Desk()
     engine = desk.engine()
-    for number in range(wire.MAX_WATCHED):
+    for number in range(DEFAULTS.watches):
         desk.books.watch(engine, 0, wire.Watch(f"m{number}"))
     desk.call(lambda: desk.books.watch(engine, 0, wire.Watch("m1")))
     with pytest.raises(Busy, match=r"^a session may watch 64 names, this one does already$"):

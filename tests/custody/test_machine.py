@@ -105,6 +105,16 @@ class BooksMachine(RuleBasedStateMachine):
         request = wire.Claim(self.lease(), WeightKey(device, *key), **options)
         self.world.claim(self.engine(who), request)
 
+    @rule(who=INDEX, key=KEYS.filter(lambda key: key[0] and not key[1]), generation=GENERATIONS)
+    def publishes(self, who: int, key: tuple[str, str, str], generation: str | None) -> None:
+        session, lease = self.engine(who), self.lease()
+        request = wire.Claim(
+            lease, WeightKey(DEVICE, *key), willing=False, generation=generation, fresh=True
+        )
+        self.world.claim(session, request)
+        if lease in self.world.books.sessions[session].claims:
+            self.world.write(session, lease, State.SEALED)
+
     @rule(key=KEYS)
     def all_claim(self, key: tuple[str, str, str]) -> None:
         for session in self.world.engines:
