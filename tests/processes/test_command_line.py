@@ -230,11 +230,13 @@ def test_doctor(capsys: Capture) -> None:
     """The simulated device passes each step; without a GPU the failing step and exit code 3."""
     code, out, _err = run(capsys, "doctor", "--device", "simulated")
     assert code == 0
-    assert all(line.startswith("ok ") for line in out.splitlines())
+    *steps, device = out.splitlines()
+    assert all(line.startswith("✓ ") for line in steps)
+    assert device.startswith("device SIM-0 (simulated device (host memory)): ")
     if not platform_steps("broker")[-1].ok:
         code, out, _err = run(capsys, "doctor")
         assert code == NO_PLATFORM_EXIT
-        assert out.splitlines()[-1].startswith("FAIL")
+        assert out.splitlines()[-1].startswith("✗ ")
         assert "[weight-broker:broker]" in out
 
 
