@@ -24,8 +24,9 @@ from broker.admin import (
     verify_sets,
 )
 from broker.config import BrokerConfig
+from broker.device_names import AUTO
 from broker.errors import BrokerError
-from broker.platform import platform_steps
+from broker.limits import parse_limits
 from broker.rundir import DEFAULT_NAME, DIRECTORY_VARIABLE
 from broker.sd_notify import notify
 
@@ -86,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     shutdown = _add(commands, "shutdown", _shutdown, "stop the broker in order")
     shutdown.add_argument("--force", action="store_true", help="also while engines hold leases")
     doctor = _add(commands, "doctor", _doctor, "check step by step whether a broker can work here")
-    doctor.add_argument("--device", default="auto", help="auto, cuda or simulated")
+    _add_device(doctor)
     return parser
 
 
@@ -113,12 +114,7 @@ def _add(
 
 def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     serve = _add(commands, "serve", _serve, "hold weights for the engines of this node")
-    serve.add_argument(
-        "--device",
-        default="auto",
-        help="auto: the GPUs of this machine; cuda (also for ROCm); simulated: host memory, for "
-        "trying out only (default: %(default)s)",
-    )
+    _add_device(serve)
     serve.add_argument(
         "--memory-limit",
         metavar="BYTES|SHARE",
@@ -137,8 +133,31 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="run loaders that engines ship (code of theirs, in a process of its own)",
     )
     serve.add_argument(
+        "--limit",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="what peers may use, e.g. sessions=1000 (may be given several times; docs/limits.md "
+        "lists all)",
+    )
+    serve.add_argument(
         "--loader-threads", type=int, default=2, help="reading threads of one load (default: 2)"
     )
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        action="append",
+        metavar="DEVICE",
+        help="auto or cuda: every GPU this process sees, also AMD's; GPUs by number (cuda:1) or "
+        "UUID, several with commas or by giving this several times; simulated: host memory, for "
+        "trying out only (default: auto)",
+    )
+
+
+def _devices(options: argparse.Namespace) -> str:
+    return ",".join(options.device or [AUTO])
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -150,11 +169,12 @@ def _serve(options: argparse.Namespace) -> int:
     config = BrokerConfig(
         name=options.name,
         directory=options.directory,
-        device=options.device,
+        device=_devices(options),
         memory_limit=options.memory_limit,
         preload=tuple(options.preload),
         allow_loaders=options.allow_loaders,
         loader_threads=options.loader_threads,
+        limits=parse_limits(options.limit),
     )
     broker = Broker(config)
     broker.stop_on_signals()
@@ -204,7 +224,7 @@ def _publish(options: argparse.Namespace) -> int:
         options.path,
         options.line,
         generation=options.generation,
-        device=options.device,
+        device=_devices(options),
     )
 
 
@@ -221,8 +241,6 @@ def _shutdown(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    ok = True
-    for step in platform_steps("broker", options.device):
-        print(f"{'ok  ' if step.ok else 'FAIL'}  {step.name}: {step.sentence}")
-        ok = ok and step.ok
-    return 0 if ok else 3
+    from broker.doctor import examine
+
+    return examine(_devices(options))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from broker.device_names import AUTO, SIMULATED, means_gpus
 from broker.errors import BadRequest
+from broker.limits import Limits
 from broker.rundir import DEFAULT_NAME
 
 RESERVE_FRACTION = 1 / 16
@@ -30,6 +31,7 @@ class BrokerConfig:
         preload: checkpoints to load at the start and keep.
         allow_loaders: run loaders that engines ship. Off: they are refused.
         loader_threads: threads that read in one loader process.
+        limits: what peers may use (limits.py).
     """
 
     name: str = DEFAULT_NAME
@@ -39,6 +41,7 @@ class BrokerConfig:
     preload: tuple[str, ...] = ()
     allow_loaders: bool = False
     loader_threads: int = 2
+    limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         if self.device != SIMULATED and not means_gpus(self.device):

@@ -49,6 +49,7 @@ class Dispatcher:
     def handle(self, routing: bytes, frames: list[bytes]) -> None:
         """Answer one request, whatever it is."""
         try:
+            self._check_size(frames)
             request = wire.split_request(frames)
             message = wire.decode_request(request.operation, request.payload)
             session = self._session_for(request.operation, routing)
@@ -56,7 +57,11 @@ class Dispatcher:
             self._refuse(routing, frames, error)
             return
         ticket = self._broker.tickets.open(
-            request.operation, session, routing=routing, envelope=request.envelope
+            request.operation,
+            session,
+            routing=routing,
+            envelope=request.envelope,
+            nbytes=len(request.payload),
         )
         try:
             self._broker.perform(self._decide(ticket, message))
@@ -74,6 +79,22 @@ class Dispatcher:
         log.info("request-refused status=%s cause=%r", error.status, error.sentence)
         self._broker.conversation.reply(routing, [*wire.envelope_of(frames), *answer(error)])
         self._broker.retry_later()
+
+    def _check_size(self, frames: list[bytes]) -> None:
+        """Raise `BadRequest` for too many frames, or too large a payload."""
+        limits = self._broker.config.limits
+        if len(frames) > limits.frames:
+            raise BadRequest(
+                f"a request may have {limits.frames} frames at most, this one had more "
+                f"{limits.reached('frames')}",
+                limit="frames",
+            )
+        if frames and len(frames[-1]) > limits.frame_bytes:
+            raise BadRequest(
+                f"a payload may have {limits.frame_bytes} bytes at most, this one has "
+                f"{len(frames[-1])} {limits.reached('frame_bytes')}",
+                limit="frame_bytes",
+            )
 
     def _session_for(self, operation: str, routing: bytes) -> int | None:
         session = self._session_of.get(routing)
@@ -102,22 +123,23 @@ class Dispatcher:
             case wire.Acquire():
                 if message.source is not None:
                     ticket.source = self._take(ticket, "source")
-                self._broker.tickets.check_may_wait(ticket)
+                self._broker.tickets.check_limits(ticket)
                 return books.acquire(session, ticket.number, message)
             case wire.Claim():
-                self._broker.tickets.check_may_wait(ticket)
+                self._broker.tickets.check_limits(ticket)
                 return books.claim(session, ticket.number, message)
             case wire.Load():
                 # The code first: with the answer, also a refusal, its descriptor is closed.
                 ticket.source = self._take(ticket, "code")
                 self._check_loaders_allowed()
-                self._broker.tickets.check_may_wait(ticket)
+                self._broker.tickets.check_limits(ticket)
                 return books.load(session, ticket.number, message)
             case wire.Resolve():
                 return books.resolve(session, ticket.number, message)
             case wire.Reserve():
                 return self._reserve(ticket, session, message)
             case wire.Seal():
+                self._broker.tickets.check_limits(ticket)
                 return books.seal(session, ticket.number, message)
             case wire.Abandon():
                 return books.abandon(
@@ -208,7 +230,8 @@ class Dispatcher:
     def _reserve(self, ticket: Ticket, session: int, message: wire.Reserve) -> list[Action]:
         manifest = self._take(ticket, "manifest")
         try:
-            check_manifest(manifest)
+            check_manifest(manifest, self._broker.config.limits)
+            self._broker.tickets.check_limits(ticket)
             claims = self._broker.books.sessions[session].claims
             actions = self._broker.books.reserve(session, ticket.number, message)
         except BrokerError:

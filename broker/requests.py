@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +12,7 @@ import msgspec
 from broker import wire
 from broker.conversation import Conversation
 from broker.errors import BrokerError, Busy
+from broker.limits import DEFAULTS, Limits
 
 WAITING = frozenset({"acquire", "claim", "load"})
 """Operations that may wait for somebody else, for as long as that takes."""
@@ -31,6 +31,8 @@ class Ticket:
     envelope: tuple[bytes, ...]
     operation: str
     session: int | None
+    nbytes: int = 0
+    """Of its payload."""
     source: int | None = None
     on_reply: Callable[[msgspec.Struct | BrokerError], None] | None = None
 
@@ -38,10 +40,12 @@ class Ticket:
 class Tickets:
     """All requests under way, each answered exactly once or dropped with its session."""
 
-    def __init__(self, conversation: Conversation) -> None:
+    def __init__(self, conversation: Conversation, limits: Limits = DEFAULTS) -> None:
         self._conversation = conversation
+        self._limits = limits
         self._open: dict[int, Ticket] = {}
-        self._waiting: Counter[int] = Counter()
+        self._use: dict[int, _Use] = {}
+        self._total = _Use()
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -54,25 +58,40 @@ class Tickets:
         *,
         routing: bytes = b"",
         envelope: tuple[bytes, ...] = (),
+        nbytes: int = 0,
         on_reply: Callable[[msgspec.Struct | BrokerError], None] | None = None,
     ) -> Ticket:
         """A ticket for a request that is about to be decided."""
-        if session is not None and operation in WAITING:
-            self._waiting[session] += 1
         ticket = Ticket(
-            next(self._numbers), routing, envelope, operation, session, on_reply=on_reply
+            next(self._numbers), routing, envelope, operation, session, nbytes, on_reply=on_reply
         )
         self._open[ticket.number] = ticket
+        if session is not None:
+            for use in (self._use.setdefault(session, _Use()), self._total):
+                use.add(ticket, 1)
         return ticket
 
-    def check_may_wait(self, ticket: Ticket) -> None:
-        """Raise `Busy` if too many requests of its session wait already."""
-        if ticket.session is not None and self._waiting[ticket.session] > wire.MAX_WAITING:
-            raise Busy(
-                f"{ticket.operation}: {wire.MAX_WAITING} requests of this session wait for weights "
-                "already; let one of them end first",
-                limit=wire.MAX_WAITING,
-            )
+    def check_limits(self, ticket: Ticket) -> None:
+        """Raise `Busy` if its session, or all of them, have too much under way, this included."""
+        if ticket.session is None:
+            return
+        own, total, limits = self._use[ticket.session], self._total, self._limits
+        waiting, payload = "requests wait for weights", "bytes of payload are under way"
+        for used, limit, what in (
+            (own.requests, "requests", "requests of this session are under way"),
+            (own.nbytes, "request_bytes", f"of this session {payload}"),
+            (total.nbytes, "all_request_bytes", payload),
+            (own.waiting, "waiting", f"of this session {waiting}"),
+            (total.waiting, "all_waiting", waiting),
+        ):
+            allowed = getattr(limits, limit)
+            if used > allowed:
+                raise Busy(
+                    f"{ticket.operation}: {allowed} {what} already; let some of them end first "
+                    f"{limits.reached(limit)}",
+                    limit=limit,
+                    value=allowed,
+                )
 
     def get(self, number: int) -> Ticket | None:
         return self._open.get(number)
@@ -109,11 +128,27 @@ class Tickets:
             return None
         if ticket.source is not None:
             os.close(ticket.source)
-        if ticket.session is not None and ticket.operation in WAITING:
-            self._waiting[ticket.session] -= 1
-            if not self._waiting[ticket.session]:
-                del self._waiting[ticket.session]
+        if ticket.session is not None:
+            self._total.add(ticket, -1)
+            self._use[ticket.session].add(ticket, -1)
+            if not self._use[ticket.session].requests:
+                del self._use[ticket.session]
         return ticket
+
+
+@dataclass
+class _Use:
+    """What is under way, of one session or of all."""
+
+    requests: int = 0
+    nbytes: int = 0
+    waiting: int = 0
+
+    def add(self, ticket: Ticket, sign: int) -> None:
+        self.requests += sign
+        self.nbytes += sign * ticket.nbytes
+        if ticket.operation in WAITING:
+            self.waiting += sign
 
 
 def answer(body: msgspec.Struct | BrokerError) -> list[bytes]:

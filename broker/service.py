@@ -11,6 +11,7 @@ from pathlib import Path
 from broker.checkpoints.files import open_checkpoint
 from broker.config import BrokerConfig
 from broker.keeper import Keeper, server_command
+from broker.limits import LIMITS, Limits
 from broker.platform import check_ipc_platform_support
 from broker.rundir import (
     DIRECTORY_VARIABLE,
@@ -61,7 +62,9 @@ def config_from(options: str) -> tuple[BrokerConfig, BrokerPaths]:
     """A server's configuration as its keeper passed it on."""
     given = json.loads(options)
     directory = Path(given.pop("directory"))
-    config = BrokerConfig(directory=directory, **{**given, "preload": tuple(given["preload"])})
+    known = {name: value for name, value in given["limits"].items() if name in LIMITS}
+    given["preload"], given["limits"] = tuple(given["preload"]), Limits(**known)
+    config = BrokerConfig(directory=directory, **given)
     return config, BrokerPaths(directory, config.name)
 
 

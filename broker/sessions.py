@@ -25,7 +25,7 @@ log = logging.getLogger("weight-broker")
 SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
 MAX_DESCRIPTORS = 4
 """Descriptors in one packet; more are a truncated packet (MSG_CTRUNC), which is refused."""
-MAX_DELIVERED = wire.MAX_WAITING
+MAX_DELIVERED = 256
 """Delivered descriptors that wait for their requests, which come by the other channel: at worst
 those of every thread of an engine have overtaken them."""
 RECEIVE_BATCH = 64

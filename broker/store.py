@@ -12,11 +12,10 @@ import time
 
 from broker.devices.base import Device, DeviceError, DeviceOutOfMemory, StillMappedWritable
 from broker.errors import BadRequest, BrokerError, InternalError, OverBudget
+from broker.limits import DEFAULTS, Limits
 
 FREEZE_SECONDS = 2.0
 """How long `freeze` waits for a writer that has said it is done to let go of its mapping."""
-MAX_MANIFEST_BYTES = 256 << 20
-"""200,000 tensors take 16 MB."""
 _SEALED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
@@ -109,7 +108,7 @@ def _free(device: Device) -> int | None:
         return None
 
 
-def check_manifest(descriptor: int) -> None:
+def check_manifest(descriptor: int, limits: Limits = DEFAULTS) -> None:
     """Raise `BadRequest` unless the descriptor is a memfd that nobody can change any more."""
     problem: BrokerError | None = None
     try:
@@ -119,9 +118,10 @@ def check_manifest(descriptor: int) -> None:
         raise BadRequest(f"reserve: the manifest is not a sealed memfd ({error})") from error
     if seals & _SEALED != _SEALED:
         problem = BadRequest("reserve: the manifest is not a sealed memfd (seals are missing)")
-    elif not 0 < size <= MAX_MANIFEST_BYTES:
+    elif not 0 < size <= limits.manifest_bytes:
         problem = BadRequest(
-            f"reserve: the manifest has {size} bytes; 1 to {MAX_MANIFEST_BYTES} are allowed"
+            f"reserve: the manifest has {size} bytes {limits.reached('manifest_bytes')}",
+            limit="manifest_bytes",
         )
     if problem is not None:
         raise problem

@@ -42,13 +42,8 @@ MAX_FILES = 4096
 MAX_LAYOUT = 32
 """Entries of a parallel layout (tp, pp, dp, ep, … with rank and size each)."""
 
-MAX_WAITING = 256
-"""Requests of one session that may wait for weights: each is a blocked thread of its engine."""
-
 MAX_LOAD_SECONDS = 86_400.0
 """Longest deadline a shipped loader may be given."""
-MAX_WATCHED = 64
-"""Names one session may watch."""
 
 OK = "ok"
 PROGRESS = "progress"

@@ -14,6 +14,7 @@ import zmq
 
 from broker import wire
 from broker.errors import ERROR_STATUSES
+from broker.limits import DEFAULTS
 from broker.weights import WeightKey
 from tests.support.clock import SCALE, eventually
 from tests.support.processes import RunningBroker
@@ -300,7 +301,7 @@ def send_pings_until(dealer: RawDealer, enough: threading.Event) -> None:
 def test_too_many_requests_at_once(shared_broker: RunningBroker, dealer: RawDealer) -> None:
     """A session may have so many requests under way; one more is refused, and none is lost."""
     key = WeightKey(device=DEVICE, name="held by another")
-    limit = wire.MAX_WAITING
+    limit = DEFAULTS.waiting
     with (
         RawSession(shared_broker.directory) as writer,
         RawDealer(shared_broker.directory) as writes,
