@@ -15,8 +15,9 @@ def check_invariant(books: Books) -> None:
     Every byte is free, reserved, leased or idle, and they add up to the budget; every lease, claim
     and waiting request belongs to a live session and is known on both sides.
     """
-    for problem in [*_bytes(books), *_sets(books), *_sessions(books), *_indexes(books)]:
-        raise AssertionError(problem)
+    for check in (_bytes, _sets, _sessions, _files, _lines):
+        for problem in check(books):
+            raise AssertionError(problem)
 
 
 def usage(books: Books, device: str) -> dict[str, int]:
@@ -59,6 +60,9 @@ def _sets(books: Books) -> list[str]:
             problems.append(f"{where} has no lease left and was not freed")
         if (record.nbytes > 0) != (record.state in WITH_MEMORY):
             problems.append(f"{where} holds {record.nbytes} bytes")
+        is_wanted = record.leases or record.pinned or not record.superseded
+        if record.state is State.SEALED and not is_wanted:
+            problems.append(f"{where} is superseded, nobody leases it, and it was not freed")
         needs_writer = record.state in IN_PROGRESS and record.state is not State.SEALING
         if (needs_writer and record.writer is None) or (record.writer and record.state in RESIDENT):
             problems.append(f"{where} has the writer {record.writer}")
@@ -91,18 +95,26 @@ def _sessions(books: Books) -> list[str]:
     ]
 
 
-def _indexes(books: Books) -> list[str]:
-    problems = [
-        f"files of set {set_id} are remembered, the set does not know them"
-        for (_, identity), set_id in books.files().items()
-        if set_id not in books.sets or identity not in books.sets[set_id].identities
-    ]
-    problems += [
-        f"line {line} lists set {set_id}, which is not in it"
-        for line, members in books.lines().items()
-        for set_id in members
-        if set_id not in books.sets or line not in books.sets[set_id].generations
-    ]
+def _files(books: Books) -> list[str]:
+    indexed = {(device, identity, n) for (device, identity), n in books.files().items()}
+    known = {
+        (record.key.device, identity, record.id)
+        for record in books.sets.values()
+        for identity in record.identities
+    }
+    return [f"index and sets disagree on files: {indexed ^ known}"] if indexed != known else []
+
+
+def _lines(books: Books) -> list[str]:
+    indexed = {(line, n) for line, members in books.lines().items() for n in members}
+    known = {(line, record.id) for record in books.sets.values() for line in record.generations}
+    if indexed != known:
+        return [f"index and sets disagree on lines: {indexed ^ known}"]
+    problems = []
+    for line, members in books.lines().items():
+        labels = [books.sets[set_id].generations[line] for set_id in members]
+        if len(set(labels)) < len(members) or len(set(members)) < len(members):
+            problems.append(f"line {line} has the sets {members} under the labels {labels}")
     return problems
 
 
