@@ -18,6 +18,7 @@ GRANTED = wire.Granted("w", 1, KEY, "1", 100, 3, "loaded")
 
 EXAMPLES: dict[str, wire.Message] = {
     "shutdown": wire.Shutdown(force=True),
+    "upgrade": wire.Upgrade(),
     "hello": wire.Hello(b"token", wire.PROTOCOL, "simulated", "engine"),
     "acquire": wire.Acquire("w", wire.Demand("GPU-0", "m", layout={"tp_size": 2}), SOURCE),
     "claim": wire.Claim("c", KEY, willing=False, generation="7", fresh=True),
