@@ -4,6 +4,9 @@ Our own reader is the stricter one (tests/checkpoints/test_against_library.py), 
 nothing today; it is there for the day the format changes and for a mistake of ours. The only module
 of this package that imports the library, and the loader the only process. Having checked a header,
 the library imports numpy whatever it was asked for; where there is none, it has done its part.
+
+It maps the file: one that is cut short at this very moment ends the loader by SIGBUS, which the
+broker tells like any other death of a loader. Our own reading has no such moment.
 """
 
 from __future__ import annotations
