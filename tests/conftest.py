@@ -1,8 +1,17 @@
-"""Hypothesis profiles: the suite's is deterministic; `--hypothesis-profile=thorough` searches."""
+"""Hypothesis profiles, and what is shared by all tests because it takes seconds to start.
+
+The suite's profile is deterministic and does not shrink: a failure is reported within the test's
+time-out. `--hypothesis-profile=thorough --timeout 3600` searches on, and shrinks what it finds.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import HealthCheck, Phase, settings
+
+from tests.support.nursery import Nursery
 
 settings.register_profile(
     "suite",
@@ -24,3 +33,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("suite")
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Where engines that need torch come from."""
+    nursery = Nursery()
+    yield nursery
+    nursery.close()

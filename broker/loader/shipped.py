@@ -63,7 +63,9 @@ def _call(work: ShippedWork, data: bytes) -> Any:
 
 
 def _failed(work: ShippedWork, how: str, reason: str, error: Exception) -> LoadFailed:
-    trace = traceback.format_exc()
+    own = error.__traceback__
+    theirs = own.tb_next if own is not None else None  # our call of it is not what failed
+    trace = "".join(traceback.format_exception(type(error), error, theirs or own))
     print(trace, file=sys.stderr)
     # ASCII: escaped on its way, an error's fields must not grow beyond what may travel.
     shown = trace.encode("ascii", "backslashreplace")[-MAX_TRACEBACK_BYTES:].decode()

@@ -22,8 +22,8 @@ NOBODY = 65534
 class ToldEngine:
     """One method a command."""
 
-    def __init__(self, directory: Path) -> None:
-        self.client = EngineClient("simulated", directory=directory, label="told engine")
+    def __init__(self, directory: Path, device: str | None = "simulated") -> None:
+        self.client = EngineClient(device, directory=directory, label="told engine")
         self.weights: dict[str, WeightSet] = {}
         self.lost_at: float | None = None
         self.client.on_broker_lost(self._on_lost)
@@ -141,20 +141,24 @@ def _outcome(attempt: Callable[[], Any]) -> str:
     return "done"
 
 
-def main() -> None:
-    engine = ToldEngine(Path(sys.argv[1]))
+def obey(engine: ToldEngine) -> None:
+    """Do what standard input says, one line after the other, until it ends."""
     for line in sys.stdin:
         request = json.loads(line)
         command: Callable[..., Any] = getattr(engine, request.pop("command"))
         try:
             answer: dict[str, Any] = {"ok": command(**request)}
-        except BrokerError as error:
+        except (BrokerError, ValueError) as error:
             answer = {
                 "error": type(error).__name__,
-                "sentence": error.sentence,
-                "fields": error.fields,
+                "sentence": str(error),
+                "fields": getattr(error, "fields", {}),
             }
         print(json.dumps({**answer, "at": time.time()}, default=str), flush=True)
+
+
+def main() -> None:
+    obey(ToldEngine(Path(sys.argv[1])))
 
 
 if __name__ == "__main__":

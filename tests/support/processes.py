@@ -39,7 +39,7 @@ class LoaderFault(str, Enum):
     FINDS_THE_DEVICE_FULL = "finds the device full"
 
 
-class _Lines:
+class Lines:
     """A process's output line by line, with a limit on every wait."""
 
     def __init__(self, stream: IO[str]) -> None:
@@ -99,7 +99,7 @@ class RunningBroker:
             text=True,
         )
         assert self.process.stdout is not None
-        self._lines = _Lines(self.process.stdout)
+        self._lines = Lines(self.process.stdout)
         try:
             self.ready_line = self._lines.next(START_SECONDS, "the broker")
         except (EOFError, AssertionError) as error:
@@ -156,6 +156,10 @@ class RunningBroker:
                 self._dealer.close()
 
     # --- what it holds --------------------------------------------------------------------
+
+    def counts(self) -> Counts:
+        """What its books count from now on."""
+        return Counts(self)
 
     def free_bytes(self) -> int:
         """Bytes of the device that its books call free."""
@@ -216,6 +220,17 @@ class RunningBroker:
         os.kill(pid, signal.SIGCONT)
 
 
+class Counts:
+    """What happens at a broker after this was made: many tests share one."""
+
+    def __init__(self, broker: RunningBroker) -> None:
+        self._broker = broker
+        self._before = broker.status()["counters"]
+
+    def added(self, counter: str) -> int:
+        return self._broker.counter(counter) - int(self._before.get(counter, 0))
+
+
 class Engine:
     """An engine in a process of its own that does what it is told (tests/support/engine.py)."""
 
@@ -230,7 +245,7 @@ class Engine:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self._input = self.process.stdin
-        self._lines = _Lines(self.process.stdout)
+        self._lines = Lines(self.process.stdout)
 
     @property
     def pid(self) -> int:
