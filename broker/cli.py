@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from broker.admin import (
 from broker.config import BrokerConfig
 from broker.device_names import AUTO
 from broker.errors import BrokerError
-from broker.limits import parse_limits
+from broker.limits import parse_limits, raise_descriptor_limit
 from broker.rundir import DEFAULT_NAME, DIRECTORY_VARIABLE
 from broker.sd_notify import notify
 
@@ -165,7 +164,7 @@ def _serve(options: argparse.Namespace) -> int:
     from broker.service import Broker
 
     log_to_stderr()
-    _raise_descriptor_limit()
+    raise_descriptor_limit()
     config = BrokerConfig(
         name=options.name,
         directory=options.directory,
@@ -189,12 +188,6 @@ def _serve(options: argparse.Namespace) -> int:
 def _ready(line: str) -> None:
     print(line, flush=True)
     notify("READY=1")
-
-
-def _raise_descriptor_limit() -> None:
-    """libzmq aborts the process when it runs out of descriptors, so take all that are allowed."""
-    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -32,6 +32,7 @@ class BrokerConfig:
         allow_loaders: run loaders that engines ship. Off: they are refused.
         loader_threads: threads that read in one loader process.
         limits: what peers may use (limits.py).
+        group: number of the group whose members may use this broker too; None: only our own user.
     """
 
     name: str = DEFAULT_NAME
@@ -42,6 +43,7 @@ class BrokerConfig:
     allow_loaders: bool = False
     loader_threads: int = 2
     limits: Limits = field(default_factory=Limits)
+    group: int | None = None
 
     def __post_init__(self) -> None:
         if self.device != SIMULATED and not means_gpus(self.device):

@@ -1,26 +1,50 @@
 """The ROUTER: receiving whole requests, sending replies that never block and are never lost.
 
-Only this module and server.py touch zmq. One thread owns the socket.
+Only this module and connections.py touch zmq. One thread owns the socket.
 """
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
 
-from broker import wire
+from broker.connections import Connection, Connections
+from broker.credentials import Access
+from broker.limits import Limits
+from broker.logs import log_event
+from broker.loop import Loop
 
-RECEIVE_HIGH_WATER = 1000
-SEND_HIGH_WATER = 1000
-MAX_TRANSPORT_FRAME_BYTES = 1 << 20
-"""libzmq drops a connection that sends a larger frame. Above wire.MAX_FRAME_BYTES, so that an
-honest mistake is answered with a sentence."""
-MAX_UNSENT_REPLIES = 256
-"""Final replies kept for a peer that does not read; past it the peer loses its conversation."""
+RECEIVE_HIGH_WATER = 64
+"""Requests of one connection that libzmq reads ahead; the rest waits in its socket."""
+SEND_HIGH_WATER = 256
+"""A peer that does not run for a minute is due 240 progress messages. Its own side takes some
+hundred as well."""
 RETRY_SECONDS = 0.02
+SKIP_BATCH = 2000
+"""Frames above the limit that are thrown away in one turn: some milliseconds."""
+CUT_FRAMES = 16_384
+"""A request of more frames is no mistake: its connection is cut off."""
+
+
+@dataclass
+class _Unsent:
+    """Final replies for a peer that is busy, oldest first."""
+
+    replies: deque[list[bytes]] = field(default_factory=deque)
+    nbytes: int = 0
+
+    def append(self, frames: list[bytes]) -> None:
+        self.replies.append(frames)
+        self.nbytes += sum(map(len, frames))
+
+    def pop_first(self) -> None:
+        self.nbytes -= sum(map(len, self.replies.popleft()))
 
 
 class Conversation:
@@ -29,13 +53,26 @@ class Conversation:
     Args:
         listener: a listening Unix stream socket at `path`; handed over (ZMQ_USE_FD), so that libzmq
             neither creates nor unlinks files.
+        access: who may connect.
+        on_lost: called with a routing id whose connection was cut off, and why. Nothing can be sent
+            to it any more.
 
     Attributes:
         counters: requests, replies, drops, largest messages in bytes.
     """
 
-    def __init__(self, listener: socket.socket, path: Path) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        listener: socket.socket,
+        path: Path,
+        access: Access,
+        limits: Limits,
+        on_lost: Callable[[bytes, str], None],
+    ) -> None:
         self.counters: Counter[str] = Counter()
+        self._limits = limits
+        self._on_lost = on_lost
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 8)
         self._router = self._context.socket(zmq.ROUTER)
@@ -43,10 +80,20 @@ class Conversation:
         self._router.set(zmq.ROUTER_MANDATORY, 1)
         self._router.set(zmq.RCVHWM, RECEIVE_HIGH_WATER)
         self._router.set(zmq.SNDHWM, SEND_HIGH_WATER)
-        self._router.set(zmq.MAXMSGSIZE, MAX_TRANSPORT_FRAME_BYTES)
+        # Above the limit, so that an honest mistake is answered with a sentence. libzmq drops the
+        # connection of a larger frame.
+        self._router.set(zmq.MAXMSGSIZE, 2 * limits.frame_bytes)
+        if access.gid is None:  # else connections.py, which knows supplementary groups, decides
+            for uid in {0, access.uid}:
+                self._router.set(zmq.IPC_FILTER_UID, uid)
+        self.connections = Connections(
+            loop, self._router, path, access, limits, self.counters, self._on_cut
+        )
         self._router.set(zmq.USE_FD, listener.detach())
         self._router.bind(f"ipc://{path}")
-        self._unsent: dict[bytes, deque[list[bytes]]] = {}
+        self._unsent: dict[bytes, _Unsent] = {}
+        self._skipping: bytes | None = None
+        self._skipped = 0
 
     def fileno(self) -> int:
         """ZeroMQ's own descriptor: edge-triggered, so drain until `receive` says None."""
@@ -56,55 +103,104 @@ class Conversation:
     def receive(self) -> tuple[bytes, list[bytes]] | None:
         """The next request as (routing id, frames), or None if there is none.
 
-        A request with more frames than allowed comes back cut one frame past the limit; the rest
-        is read and dropped without being kept.
+        A request with more frames than allowed comes back cut one frame past the limit; the rest is
+        dropped without being kept, a part of it at every call; until then there is no other
+        (`is_skipping`).
         """
+        if self._skipping is not None and self._skip():
+            return None
         try:
             routing: bytes = self._router.recv(zmq.DONTWAIT)
         except zmq.Again:
             return None
         frames: list[bytes] = []
-        size = 0
+        if not self.connections.knows(routing) and self._router.getsockopt(zmq.RCVMORE):
+            frame = self._router.recv(zmq.DONTWAIT, copy=False)
+            self.connections.introduce(routing, int(frame.get(zmq.SRCFD)))
+            frames.append(frame.bytes)
         while self._router.getsockopt(zmq.RCVMORE):
-            frame: bytes = self._router.recv(zmq.DONTWAIT)
-            size += len(frame)
-            if len(frames) <= wire.MAX_ENVELOPE_FRAMES + 2:
-                frames.append(frame)
-        self._count("requests", "largest_request_bytes", size)
+            if len(frames) > self._limits.frames:
+                self._skipping, self._skipped = routing, 0
+                break
+            frames.append(self._router.recv(zmq.DONTWAIT))
+        else:
+            self.connections.finished(routing)
+        self._count("requests", "largest_request_bytes", sum(map(len, frames)))
         return routing, frames
+
+    @property
+    def is_skipping(self) -> bool:
+        """Whether `receive` has to be called again, though it had nothing."""
+        return self._skipping is not None
+
+    def _skip(self) -> bool:
+        """Drop frames of the request that has too many; true if some may remain."""
+        routing = self._skipping or b""
+        for _ in range(SKIP_BATCH):
+            if not self._router.recv(zmq.DONTWAIT, copy=False).more:
+                self._skipping = None
+                self.connections.finished(routing)
+                return False
+            self._skipped += 1
+            if self._skipped == CUT_FRAMES:
+                self.cut(routing, f"a request of more than {CUT_FRAMES} frames")
+        return True
 
     def reply(self, routing: bytes, frames: list[bytes]) -> None:
         """Send a final reply now, or keep it for a peer that is busy."""
-        if routing in self._unsent or not self._try_send(routing, frames):
-            waiting = self._unsent.setdefault(routing, deque())
-            waiting.append(frames)
-            if len(waiting) > MAX_UNSENT_REPLIES:
-                self.forget(routing)
+        if routing not in self._unsent and self._try_send(routing, frames):
+            return
+        unsent = self._unsent.setdefault(routing, _Unsent())
+        unsent.append(frames)
+        for kept, limit in ((len(unsent.replies), "replies"), (unsent.nbytes, "reply_bytes")):
+            if kept > getattr(self._limits, limit):
                 self.counters["conversations_dropped"] += 1
+                self.cut(routing, f"it does not read its replies {self._limits.reached(limit)}")
+                return
 
     def tell(self, routing: bytes, frames: list[bytes]) -> None:
         """Send progress or an event if the peer has room for it, else drop it."""
         if routing in self._unsent or not self._try_send(routing, frames):
             self.counters["notices_dropped"] += 1
+            connection = self.connections.of(routing)
+            pid = None if connection is None else connection.peer.pid
+            log_event("notice-dropped", pid=pid, cause="the peer does not read")
 
     def retry(self) -> bool:
         """Try the kept replies again; true while some remain (call again after RETRY_SECONDS)."""
-        for routing, waiting in list(self._unsent.items()):
-            while waiting and self._try_send(routing, waiting[0]):
-                waiting.popleft()
-            if not waiting:
-                del self._unsent[routing]
+        for routing, unsent in list(self._unsent.items()):
+            while unsent.replies and self._try_send(routing, unsent.replies[0]):
+                unsent.pop_first()
+            if not unsent.replies:
+                self._unsent.pop(routing, None)
         return bool(self._unsent)
+
+    def cut(self, routing: bytes, cause: str) -> None:
+        """End the connection behind a routing id; `on_lost` follows."""
+        connection = self.connections.of(routing)
+        if connection is not None:
+            self.connections.cut(connection, cause)
+        else:
+            self.forget(routing)
+
+    def _on_cut(self, connection: Connection, cause: str) -> None:
+        self.forget(connection.routing)
+        if connection.routing:
+            self._on_lost(connection.routing, cause)
 
     def forget(self, routing: bytes) -> None:
         """Drop what is kept for this peer."""
-        self._unsent.pop(routing, None)
+        unsent = self._unsent.pop(routing, None)
+        if unsent is not None:
+            self.counters["replies_dropped"] += len(unsent.replies)
+            log_event("replies-dropped", level=logging.WARNING, replies=len(unsent.replies))
 
     @property
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
     def close(self) -> None:
+        self.connections.close()
         self._router.close()
         self._context.term()
 
@@ -119,6 +215,7 @@ class Conversation:
                 raise
             self.counters["replies_to_the_gone"] += 1
             return True
+        self.connections.told(routing)
         self._count("replies", "largest_reply_bytes", sum(map(len, frames)))
         return True
 

@@ -269,6 +269,10 @@ class Dispatcher:
 
     # --- sessions -------------------------------------------------------------------------
 
+    def session_of(self, routing: bytes) -> int | None:
+        """The session whose conversation this is."""
+        return self._session_of.get(routing)
+
     def untie(self, session: int) -> None:
         """The session has no conversation any more. Idempotent."""
         self._reported.pop(session, None)

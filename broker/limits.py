@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import resource
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,6 +120,17 @@ LIMITS: dict[str, dict[str, Any]] = {
 """By name: unit, meaning, least and most."""
 
 DEFAULTS = Limits()
+
+
+def descriptor_limit() -> int:
+    """How many descriptors this process may have open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def raise_descriptor_limit() -> None:
+    """libzmq ends the process when it runs out of descriptors, so take all that are allowed."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def parse_limits(options: Iterable[str]) -> Limits:

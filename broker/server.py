@@ -22,6 +22,7 @@ import msgspec
 from broker import wire
 from broker.config import BrokerConfig
 from broker.conversation import RETRY_SECONDS, Conversation
+from broker.credentials import own_access
 from broker.custody import Books, Budget
 from broker.custody.actions import (
     Action,
@@ -45,7 +46,9 @@ from broker.errors import BrokerError, InternalError, LoadFailed, ShuttingDown
 from broker.keeper import EXIT_RESTART
 from broker.keeping import Inheritance, KeeperLink, KeptSession
 from broker.loading import Loading
+from broker.logs import log_event
 from broker.loop import READ, WRITE, Helpers, Loop
+from broker.reception import Reception
 from broker.requests import Tickets
 from broker.rundir import BrokerPaths
 from broker.served import limit_of, open_served
@@ -56,7 +59,6 @@ log = logging.getLogger("weight-broker")
 
 RECEIVE_BATCH = 64
 """Requests handled in one turn before sessions and timers get their turn."""
-ACCEPT_PAUSE_SECONDS = 0.2
 
 
 class Server:
@@ -88,10 +90,11 @@ class Server:
         self.keeper = KeeperLink(link)
         inherited = self.keeper.receive_inheritance()
         self.epoch = inherited.facts.get("epoch", secrets.token_hex(8).encode()).decode()
-        self.books = Books(self._budgets(inherited), self.epoch, keeping=True)
+        self.books = Books(self._budgets(inherited), self.epoch, keeping=True, limits=config.limits)
         self.books.counters["server_restarts"] = restarts
         self.store = Store(self.devices)
         self._canaries = inherited.canaries
+        self.access = own_access(config.group)
         self.loop = Loop()
         self.helpers = Helpers(self.loop)
         self.peers: dict[int, SessionPeer] = {}
@@ -102,11 +105,13 @@ class Server:
         self._keeper_pid = os.getppid()
         self._retrying = False
         self._sessions = sessions
-        self.conversation = Conversation(router, paths.zmq)
-        self.tickets = Tickets(self.conversation)
+        self.conversation = Conversation(
+            self.loop, router, paths.zmq, self.access, config.limits, self._conversation_lost
+        )
+        self.tickets = Tickets(self.conversation, config.limits)
         self.dispatcher = Dispatcher(self)
         self._take_over(inherited)
-        self.loop.add(self._sessions.fileno(), READ, lambda _events: self._accept())
+        self._reception = Reception(self, sessions)
         self.loop.add(self.conversation.fileno(), READ, lambda _events: None)
         self.loop.add(self.keeper.fileno(), READ, self._on_keeper)
         self.keeper.on_behind(lambda: self.loop.modify(self.keeper.fileno(), READ | WRITE))
@@ -244,7 +249,7 @@ class Server:
         for _ in range(RECEIVE_BATCH):
             received = self.conversation.receive()
             if received is None:
-                return False
+                return self.conversation.is_skipping
             self.dispatcher.handle(*received)
         return True
 
@@ -261,31 +266,14 @@ class Server:
 
     # --- sessions -------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        if self.keeper.is_behind:
-            self._pause_accepting()  # a session that is not recorded is lost with this server
-            return
-        try:
-            connection, _address = self._sessions.accept()
-        except OSError as error:
-            log.warning("a session could not be accepted: %s", error)
-            self._pause_accepting()
-            return
-        self.welcome(self.books.open_session(), connection, identify(connection))
-
-    def _pause_accepting(self) -> None:
-        """Out of descriptors, perhaps: the listener stays readable, so do not spin on it."""
-        listener = self._sessions.fileno()
-        self.loop.remove(listener)
-        self.loop.call_later(
-            ACCEPT_PAUSE_SECONDS,
-            lambda: self.loop.add(listener, READ, lambda _events: self._accept()),
-        )
-
     def welcome(self, session: int, connection: socket.socket, identity: PeerIdentity) -> None:
         """A process has connected, or a loader was started."""
-        log.info(
-            "session-opened session=%d pid=%d command=%s", session, identity.pid, identity.command
+        log_event(
+            "session-opened",
+            session=session,
+            pid=identity.pid,
+            uid=identity.uid,
+            command=identity.command,
         )
         kept = KeptSession(session, secrets.token_bytes(16), "")
         if not self.books.sessions[session].is_loader:
@@ -300,7 +288,14 @@ class Server:
         kept: KeptSession,
     ) -> None:
         peer = SessionPeer(
-            self.loop, session, connection, identity, self._attach, self._session_ended
+            self.loop,
+            session,
+            connection,
+            identity,
+            self.config.limits,
+            self._attach,
+            self._session_ended,
+            self._packet_refused,
         )
         peer.token, peer.label = kept.token, kept.label
         self.peers[session] = peer
@@ -324,10 +319,38 @@ class Server:
         try:
             record, writing = self.books.attachment(peer.session, lease)
         except BrokerError as error:
-            peer.send(wire.Refused(lease, error.status, error.to_payload().decode()))
+            peer.refuse(lease, error)
             return
         descriptors = store.for_writer(record.id) if writing else store.for_reader(record.id)
         peer.send(wire.Attached(lease, record.nbytes, self.epoch), descriptors)
+
+    def _packet_refused(self, peer: SessionPeer, error: BrokerError) -> None:
+        self.books.counters["packets_refused"] += 1
+        log_event(
+            "packet-refused",
+            session=peer.session,
+            pid=peer.identity.pid,
+            status=error.status,
+            cause=error.sentence,
+        )
+
+    def _conversation_lost(self, routing: bytes, cause: str) -> None:
+        """Its connection was cut off. Leases, claims and requests stay; it may say hello again."""
+        session = self.dispatcher.session_of(routing)
+        if session is None or session not in self.peers:
+            return
+        peer = self.peers[session]
+        self.books.counters["conversations_lost"] += 1
+        log_event(
+            "conversation-lost",
+            level=logging.WARNING,
+            session=session,
+            pid=peer.identity.pid,
+            cause=cause,
+        )
+        self.dispatcher.untie(session)
+        self.books.conversation_lost(session)
+        peer.send(wire.Welcome(session, peer.token, self.epoch))
 
     def _session_ended(self, peer: SessionPeer, how: str) -> None:
         if self.loading.closed_its_session(peer.session):
@@ -366,7 +389,7 @@ class Server:
             case Tell(ticket, body):
                 self.tickets.tell(ticket, body)
             case Log(event, detail):
-                log.info("%s %s", event, " ".join(f"{k}={v!r}" for k, v in detail.items()))
+                log_event(event, **{**detail, **self._pid_of(detail.get("session"))})
             case Notify(session, event):
                 self.dispatcher.notify(session, event)
             case StartLoader() | StartShipped():
@@ -374,6 +397,10 @@ class Server:
             case StopLoader(session):
                 self.loading.stop(session)
             case CreateSlab(set_id, device, nbytes):
+                self.loop.call_later(
+                    self.config.limits.seal_seconds,
+                    lambda: self.perform(self.books.writer_stalled(set_id)),
+                )
                 manifest = self.dispatcher.take_manifest(set_id)
                 self._on_device(
                     set_id,
@@ -393,6 +420,11 @@ class Server:
                 self.keeper.keep_lease(kept_lease)
             case DropLease(session, lease):
                 self.keeper.drop_lease(session, lease)
+
+    def _pid_of(self, session: object) -> dict[str, object]:
+        """The pid behind a session, for a line of the log that names the session."""
+        peer = self.peers.get(session) if isinstance(session, int) else None
+        return {} if peer is None else {"pid": peer.identity.pid}
 
     def _on_device(
         self, set_id: int, call: Callable[[], None], then: Callable[[int], list[Action]]

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from broker import wire
-from broker.errors import BadRequest, BrokerError
+from broker.credentials import peer_credentials
+from broker.errors import BadRequest, BrokerError, Busy
+from broker.limits import Limits, descriptor_limit
 from broker.loop import HUNG_UP, READ, WRITE, Loop
 
 log = logging.getLogger("weight-broker")
@@ -25,15 +27,12 @@ log = logging.getLogger("weight-broker")
 SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
 MAX_DESCRIPTORS = 4
 """Descriptors in one packet; more are a truncated packet (MSG_CTRUNC), which is refused."""
-MAX_DELIVERED = 256
-"""Delivered descriptors that wait for their requests, which come by the other channel: at worst
-those of every thread of an engine have overtaken them."""
 RECEIVE_BATCH = 64
 """Packets of one session handled before others get their turn."""
+SPARE_DESCRIPTORS = 96
+"""Kept free of delivered ones."""
 MAX_AHEAD = 1024
 """Packets that may come before the descriptor that a request needs: an attach of every thread."""
-MAX_UNSENT = 64
-"""Packets kept for an engine that does not read; its own packets are not read meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +47,12 @@ class PeerIdentity:
 
 def identify(connection: socket.socket) -> PeerIdentity:
     """Ask the kernel who is at the other end; a pidfd only where the kernel has them."""
-    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _gid = struct.unpack("3i", packed)
+    peer = peer_credentials(connection)
     try:
         pidfd: int | None = connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
     except OSError:  # before Linux 6.5: end-of-file alone tells
         pidfd = None
-    return PeerIdentity(pid, uid, command_of(pid), pidfd)
+    return PeerIdentity(peer.pid, peer.uid, command_of(peer.pid), pidfd)
 
 
 def command_of(pid: int) -> str:
@@ -71,6 +69,7 @@ class SessionPeer:
     Args:
         on_attach: an engine wants a lease's descriptors.
         on_end: end-of-file or the pidfd; called once, with a sentence's end ("it closed …").
+        on_refusal: a packet was answered with this error.
     """
 
     def __init__(
@@ -79,17 +78,21 @@ class SessionPeer:
         session: int,
         connection: socket.socket,
         identity: PeerIdentity,
+        limits: Limits,
         on_attach: Callable[[SessionPeer, wire.Attach], None],
         on_end: Callable[[SessionPeer, str], None],
+        on_refusal: Callable[[SessionPeer, BrokerError], None],
     ) -> None:
         self.session = session
         self.identity = identity
         self.token = secrets.token_bytes(16)
         self.label = ""
         self._loop = loop
+        self._limits = limits
         self._connection = connection
         self._on_attach = on_attach
         self._on_end = on_end
+        self._on_refusal = on_refusal
         self._delivered: dict[tuple[bytes, str], int] = {}
         self._unsent: list[tuple[bytes, list[int]]] = []
         self._open = True
@@ -111,8 +114,13 @@ class SessionPeer:
             self._unsent.append((packet, [os.dup(descriptor) for descriptor in descriptors]))
             if self._open:
                 self._loop.modify(self._connection.fileno(), WRITE)
-            if len(self._unsent) > MAX_UNSENT:
-                self._end("it does not read its session socket")
+            if len(self._unsent) > self._limits.packets:
+                self._end(f"it does not read its session {self._limits.reached('packets')}")
+
+    def refuse(self, lease: str, error: BrokerError) -> None:
+        """Answer a packet with an error."""
+        self._on_refusal(self, error)
+        self.send(wire.Refused(lease, error.status, error.to_payload().decode()))
 
     def take(self, request: bytes, what: str) -> int:
         """The descriptor delivered for a request; the caller owns it.
@@ -224,7 +232,7 @@ class SessionPeer:
         try:
             self._handle(packet, descriptors, truncated=truncated)
         except BrokerError as error:
-            self.send(wire.Refused("", error.status, error.to_payload().decode()))
+            self.refuse("", error)
         return True
 
     def _handle(self, packet: bytes, descriptors: list[int], *, truncated: bool) -> None:
@@ -245,8 +253,20 @@ class SessionPeer:
                 raise BadRequest("deliver carries one descriptor")
             if key in self._delivered:
                 os.close(self._delivered.pop(key))  # sent again: the latest counts
-            if len(self._delivered) >= MAX_DELIVERED:
-                raise BadRequest(f"{MAX_DELIVERED} descriptors wait for their requests already")
+            if len(self._delivered) >= self._limits.descriptors:
+                raise Busy(
+                    f"{len(self._delivered)} descriptors wait for their requests already "
+                    f"{self._limits.reached('descriptors')}",
+                    limit="descriptors",
+                    value=len(self._delivered),
+                )
+            most = descriptor_limit()
+            if descriptors[0] >= most - SPARE_DESCRIPTORS:
+                raise Busy(
+                    f"the broker has no room for another descriptor: it may have {most} open",
+                    limit="RLIMIT_NOFILE",
+                    value=most,
+                )
             unused.pop_all()
             self._delivered[key] = descriptors[0]
 

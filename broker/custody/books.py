@@ -75,6 +75,11 @@ class Books(Restoring):
         self._fail(record, Failure(error))
         return self._take()
 
+    def conversation_lost(self, session: int) -> None:
+        """Replies to the session may not have arrived: it may ask again for what it holds."""
+        record = self.sessions[session]
+        record.restored.update(record.leases)
+
     def loader_lost(self, set_id: int, error: BrokerError) -> list[Action]:
         """The loader process of this set could not even be started."""
         record = self.sets.get(set_id)

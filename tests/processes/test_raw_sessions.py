@@ -16,8 +16,9 @@ import pytest
 from broker import wire
 from broker.checkpoints.describe import describe_source
 from broker.checkpoints.files import open_checkpoint
+from broker.limits import DEFAULTS
 from broker.memfd import sealed_memfd
-from broker.sessions import MAX_DELIVERED, MAX_DESCRIPTORS
+from broker.sessions import MAX_DESCRIPTORS
 from broker.weights import WeightKey, align_up
 from engine_client import Checkpoint
 from tests.support.clock import SCALE, eventually
@@ -119,11 +120,11 @@ def test_too_many_descriptors(session: RawSession, spare: int) -> None:
 
 def test_too_many_deliveries(session: RawSession, spare: int) -> None:
     """Descriptors may wait for their requests up to a bound; one request has one of them."""
-    for number in range(MAX_DELIVERED):
+    for number in range(DEFAULTS.descriptors):
         for _ in range(2):
             session.send(wire.encode(wire.Deliver(str(number).encode(), "source")), [spare])
     session.send(wire.encode(wire.Deliver(b"one more", "source")), [spare])
-    check_refused(session.receive(), "bad-request", str(MAX_DELIVERED))
+    check_refused(session.receive(), "busy", str(DEFAULTS.descriptors))
 
 
 # --- leases -------------------------------------------------------------------------------------

@@ -1,0 +1,332 @@
+"""The ROUTER's connections: whose they are, and which of them never finish a request.
+
+libzmq keeps the frames of a request until its last one has come, outside every high-water mark, so
+a peer that streams frames without end would fill our memory. What gives it away: data keeps
+arriving on its connection, no request ever comes out of it, and meanwhile our memory grows. The
+socket monitor tells each connection's descriptor; a copy of it in an epoll set of our own, edge-
+triggered, tells that data has arrived, also what libzmq has read already; requests that came out
+name their connection. See docs/decisions/endless-requests.md.
+
+All methods belong to the loop's thread. Here and in conversation.py is all that touches zmq.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import select
+import socket
+import termios
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from broker.credentials import Access, Credentials, peer_credentials
+from broker.limits import Limits, descriptor_limit
+from broker.logs import log_event
+from broker.loop import HUNG_UP, READ, Loop
+
+WINDOW_SECONDS = 0.02
+"""Arrivals are looked at so often while there are any, and not at all while there are none."""
+PATIENCE_SECONDS = 0.06
+"""An honest request, 256 KiB at most, takes a fraction of a millisecond to arrive."""
+UNREAD_SECONDS = 1.0
+"""What was sent so long ago and has left its queue was read."""
+STRIKE_SECONDS = 60.0
+BAN_SECONDS = 10.0
+"""A process that is cut off twice within `STRIKE_SECONDS` may not connect for so long."""
+SPARE_DESCRIPTORS = 64
+"""Kept free for all that is not a connection."""
+
+MONITORED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPT_FAILED
+
+
+@dataclass(eq=False)
+class Connection:
+    """One accepted connection.
+
+    Attributes:
+        number: the descriptor by which libzmq knows it.
+        copy: a descriptor of our own of the same socket.
+        routing: the routing id of its requests, once one has come.
+        requests: how many have come out of it.
+        unfinished_since: when data arrived that is no whole request yet; None: there is none.
+    """
+
+    number: int
+    copy: socket.socket
+    peer: Credentials
+    routing: bytes = b""
+    requests: int = 0
+    unfinished_since: float | None = None
+    seen: int = field(default=0, repr=False)
+    told_at: float | None = field(default_factory=time.monotonic, repr=False)
+    """When something was sent to it (at first libzmq's greeting) that it may not have read yet:
+    that it reads looks as if it had sent something."""
+
+
+class Connections:
+    """All connections of a ROUTER whose monitor this is.
+
+    Args:
+        on_cut: called with a connection that was just cut off, and why.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        router: zmq.Socket[bytes],
+        path: Path,
+        access: Access,
+        limits: Limits,
+        counters: Counter[str],
+        on_cut: Callable[[Connection, str], None],
+    ) -> None:
+        self._loop = loop
+        self._router = router
+        self._path = str(path)
+        self._access = access
+        self._limits = limits
+        self._counters = counters
+        self._on_cut = on_cut
+        self._monitor = router.get_monitor_socket(MONITORED)
+        self._by_number: dict[int, Connection] = {}
+        self._by_copy: dict[int, Connection] = {}
+        self._by_routing: dict[bytes, Connection] = {}
+        self._unfinished: set[Connection] = set()
+        self._strikes: dict[int, tuple[float, float]] = {}
+        self._arrivals = select.epoll()
+        self._memory = Memory()
+        self._usual = self._memory.resident()
+        loop.add(self._monitor_number(), READ, lambda _events: self._listen())
+        loop.add(self._arrivals.fileno(), READ, lambda _events: self._look_later())
+        # Its descriptor is edge-triggered, and something may have come before we looked at it.
+        loop.call_soon_threadsafe(self._listen)
+
+    def _monitor_number(self) -> int:
+        return int(self._monitor.getsockopt(zmq.FD))
+
+    def __len__(self) -> int:
+        return len(self._by_copy)
+
+    def close(self) -> None:
+        """Let go of every copy; libzmq closes its own."""
+        self._loop.remove(self._arrivals.fileno())
+        self._loop.remove(self._monitor_number())
+        self._router.disable_monitor()
+        self._monitor.close()
+        for connection in list(self._by_copy.values()):
+            self._forget(connection)
+        self._arrivals.close()
+        self._memory.close()
+
+    # --- what the conversation says -------------------------------------------------------
+
+    def knows(self, routing: bytes) -> bool:
+        return routing in self._by_routing
+
+    def introduce(self, routing: bytes, number: int) -> None:
+        """The first request with this routing id has come from the connection of this number."""
+        self._listen()
+        connection = self._by_number.get(number)
+        if connection is not None:
+            self._by_routing.pop(connection.routing, None)
+            connection.routing = routing
+            self._by_routing[routing] = connection
+
+    def of(self, routing: bytes) -> Connection | None:
+        """The connection behind a routing id, if it is still there."""
+        return self._by_routing.get(routing)
+
+    def finished(self, routing: bytes) -> None:
+        """A whole request has come."""
+        connection = self._by_routing.get(routing)
+        if connection is not None:
+            connection.requests += 1
+            if connection.unfinished_since is not None:
+                connection.unfinished_since = None
+                self._unfinished.discard(connection)
+
+    def told(self, routing: bytes) -> None:
+        """Something was sent to it."""
+        connection = self._by_routing.get(routing)
+        if connection is not None:
+            connection.told_at = time.monotonic()
+
+    # --- coming and going -----------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Read what the monitor has; its descriptor is edge-triggered, so everything."""
+        while True:
+            try:
+                frames = self._monitor.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            event = parse_monitor_message(frames)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._accepted(int(event["value"]))
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
+                gone = self._by_number.get(int(event["value"]))
+                if gone is not None:
+                    self._forget(gone)
+            else:
+                self._counters["connections_failed"] += 1
+                cause = os.strerror(int(event["value"]))
+                log_event("connection-failed", level=logging.WARNING, cause=cause)
+
+    def _accepted(self, number: int) -> None:
+        try:
+            copy = socket.socket(fileno=os.dup(number))
+        except OSError:
+            return  # gone again already, or no descriptor is left for a copy
+        if copy.family != socket.AF_UNIX or copy.getsockname() != self._path:
+            copy.close()  # gone again, and its number is another's by now
+            return
+        stale = self._by_number.get(number)
+        if stale is not None:
+            self._forget(stale)
+        connection = Connection(number, copy, peer_credentials(copy))
+        self._by_number[number] = self._by_copy[copy.fileno()] = connection
+        # Data that was read already is no EPOLLIN any more, but its arrival is an event, and with
+        # EPOLLOUT in the mask it is reported.
+        self._arrivals.register(copy.fileno(), select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
+        refusal = self._refusal(connection)
+        if refusal:
+            self._counters["connections_refused"] += 1
+            self._end(connection, "connection-refused", refusal)
+
+    def _refusal(self, connection: Connection) -> str:
+        """Why the connection cannot stay; "" if it can."""
+        if not self._access.admits(connection.peer):
+            return f"it is a process of another user: this broker serves {self._access}"
+        if len(self._by_copy) > self._limits.connections:
+            return f"there are too many {self._limits.reached('connections')}"
+        most = descriptor_limit()
+        if max(connection.number, connection.copy.fileno()) > most - SPARE_DESCRIPTORS:
+            return f"there are no descriptors left of {most} (RLIMIT_NOFILE)"
+        _struck, banned_until = self._strikes.get(connection.peer.pid, (0.0, 0.0))
+        if time.monotonic() < banned_until:
+            return "its process was cut off twice"
+        return ""
+
+    def cut(self, connection: Connection, cause: str) -> None:
+        """End the connection. Its process may make another, for a while not if this repeats."""
+        if self._by_copy.get(connection.copy.fileno()) is not connection:
+            return
+        self._counters["connections_cut"] += 1
+        self._strike(connection.peer.pid)
+        self._end(connection, "connection-cut", cause)
+        self._on_cut(connection, cause)
+
+    def _end(self, connection: Connection, event: str, cause: str) -> None:
+        peer = connection.peer
+        log_event(event, level=logging.WARNING, pid=peer.pid, uid=peer.uid, cause=cause)
+        with contextlib.suppress(OSError):  # the peer has closed it meanwhile: that ends it too
+            connection.copy.shutdown(socket.SHUT_RDWR)
+        self._forget(connection)
+
+    def _strike(self, pid: int) -> None:
+        if not pid:
+            return  # outside our PID namespace: all such processes would be struck
+        now = time.monotonic()
+        struck, _banned = self._strikes.get(pid, (float("-inf"), 0.0))
+        banned_until = now + BAN_SECONDS if now - struck < STRIKE_SECONDS else 0.0
+        for other in [p for p, (at, _until) in self._strikes.items() if now - at > STRIKE_SECONDS]:
+            del self._strikes[other]
+        self._strikes[pid] = (now, banned_until)
+
+    def _forget(self, connection: Connection) -> None:
+        number = connection.copy.fileno()
+        self._arrivals.unregister(number)
+        connection.copy.close()
+        del self._by_copy[number]
+        if self._by_number.get(connection.number) is connection:
+            del self._by_number[connection.number]
+        if self._by_routing.get(connection.routing) is connection:
+            del self._by_routing[connection.routing]
+        self._unfinished.discard(connection)
+
+    # --- what never ends ------------------------------------------------------------------
+
+    def _look_later(self) -> None:
+        """Something arrives: look at all of it in a moment, and never more often than that."""
+        self._loop.remove(self._arrivals.fileno())
+        self._loop.call_later(WINDOW_SECONDS, self._look)
+
+    def _look(self) -> None:
+        if self._arrivals.closed:
+            return
+        for number, events in self._arrivals.poll(0):
+            connection = self._by_copy.get(number)
+            if connection is None:
+                continue
+            if events & HUNG_UP:
+                self._forget(connection)
+            else:
+                self._note(connection, events)
+        self._judge()
+        if self._unfinished:
+            self._loop.call_later(WINDOW_SECONDS, self._look)
+        else:
+            self._loop.add(self._arrivals.fileno(), READ, lambda _events: self._look_later())
+
+    def _note(self, connection: Connection, events: int) -> None:
+        """Something has happened on a connection since we looked last."""
+        if connection.requests != connection.seen:
+            connection.seen = connection.requests  # if this was not all, more will follow
+            return
+        if not events & READ and connection.told_at is not None:
+            self._note_reading(connection)
+            return
+        if connection.unfinished_since is None:
+            connection.unfinished_since = time.monotonic()
+            self._unfinished.add(connection)
+
+    def _note_reading(self, connection: Connection) -> None:
+        """It has perhaps only read what we sent, which is an event too."""
+        queued = array.array("i", [0])
+        fcntl.ioctl(connection.copy, termios.TIOCOUTQ, queued)
+        long_ago = time.monotonic() - (connection.told_at or 0.0) > UNREAD_SECONDS
+        if long_ago and not queued[0]:
+            connection.told_at = None
+
+    def _judge(self) -> None:
+        """Cut off whose requests do not end while they cost too much memory together."""
+        resident = self._memory.resident()
+        if not self._unfinished:
+            self._usual = resident
+            return
+        grown = resident - self._usual
+        if grown <= self._limits.stream_bytes:
+            return
+        before = time.monotonic() - PATIENCE_SECONDS
+        for connection in list(self._unfinished):
+            if connection.unfinished_since is not None and connection.unfinished_since <= before:
+                self.cut(
+                    connection,
+                    f"its request did not end, {grown} bytes of memory went into such requests "
+                    f"{self._limits.reached('stream_bytes')}",
+                )
+
+
+class Memory:
+    """Our own resident memory (proc(5), statm)."""
+
+    def __init__(self) -> None:
+        self._file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+
+    def resident(self) -> int:
+        """Bytes."""
+        return int(os.pread(self._file, 256, 0).split()[1]) * mmap.PAGESIZE
+
+    def close(self) -> None:
+        os.close(self._file)
