@@ -13,17 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from broker import wire
-from broker.checkpoints.plan import plan_checkpoint
 from broker.cli import main
 from broker.errors import BadRequest, BrokerNotFound, Busy, LoadFailed, NotFound
-from broker.memfd import sealed_memfd
 from broker.platform import platform_steps
-from broker.weights import WeightKey, encode_manifest
 from engine_client import Checkpoint
 from tests.support.clock import SCALE, eventually
-from tests.support.processes import ROOT, Engine, RunningBroker, wait_until_gone
-from tests.support.raw import RawDealer, RawSession
+from tests.support.processes import ROOT, Engine, LoaderFault, RunningBroker, wait_until_gone
 from tests.support.stored import small_checkpoint
 
 Capture = pytest.CaptureFixture[str]
@@ -177,32 +172,15 @@ def test_verify(shared_broker: RunningBroker, checkpoint: Path, capsys: Capture)
 def test_verify_finds_damage(
     shared_broker: RunningBroker, checkpoint: Path, capsys: Capture
 ) -> None:
-    """A set whose bytes are not what its identity says is told, with both identities."""
-    lie = "blake3:" + "0" * 64
-    with (
-        RawSession(shared_broker.directory) as session,
-        RawDealer(shared_broker.directory) as dealer,
-    ):
-        session.hello(dealer)
-        write_lie(session, dealer, checkpoint, lie)
-        result = run(capsys, "verify", "--dir", str(shared_broker.directory), "a lie")
-        check_refused(result, LoadFailed.exit_code, "damaged", lie)
+    """A set whose bytes are not those of its checkpoint is told, with both identities."""
     shared_broker.evict_all()
-
-
-def write_lie(session: RawSession, dealer: RawDealer, checkpoint: Path, identity: str) -> None:
-    """Seal a checkpoint's manifest over a slab of zeros, as if it were what `identity` says."""
-    folder = os.open(checkpoint, os.O_RDONLY)
-    manifest = plan_checkpoint(folder, None, str(checkpoint)).manifest
-    os.close(folder)
-    key = WeightKey(device=DEVICE, name="a lie")
-    assert dealer.ask(b"claim", wire.encode(wire.Claim("c", key)))[0] == b"ok"
-    descriptor = sealed_memfd("test", encode_manifest(manifest))
-    session.send(wire.encode(wire.Deliver(b"id", "manifest")), [descriptor])
-    os.close(descriptor)
-    reserve = wire.Reserve("c", manifest.nbytes, manifest.tensor_count, "float32")
-    assert dealer.ask(b"id", b"reserve", wire.encode(reserve))[1] == b"ok"
-    assert dealer.ask(b"seal", wire.encode(wire.Seal("c", identity)))[0] == b"ok"
+    shared_broker.order_loaders(LoaderFault.WRITES_ZEROS)
+    with shared_broker.client() as client, client.acquire(Checkpoint(checkpoint, "bad")) as weights:
+        identity = weights.key.checkpoint
+    shared_broker.order_loaders(None)
+    result = run(capsys, "verify", "--dir", str(shared_broker.directory), "bad")
+    check_refused(result, LoadFailed.exit_code, "damaged", identity)
+    shared_broker.evict_all()
 
 
 def test_shutdown(broker: RunningBroker, checkpoint: Path, capsys: Capture) -> None:

@@ -26,6 +26,12 @@ StartEngine = Callable[..., Engine]
 
 
 @pytest.fixture
+def broker(empty_broker: RunningBroker) -> RunningBroker:
+    """One broker for all these deaths: it must come through each of them as new."""
+    return empty_broker
+
+
+@pytest.fixture
 def checkpoint(tmp_path: Path) -> str:
     return str(small_checkpoint(tmp_path / "checkpoint"))
 
@@ -54,12 +60,13 @@ def test_killed_engine_loses_its_lease(
 ) -> None:
     """SIGKILL of an engine ends its lease within a second; evict then frees every byte."""
     engine, neighbour = start_engine(broker), start_engine(broker)
+    step = broker.counts()
     engine.ask("acquire", path=checkpoint)
     neighbour.ask("acquire", path=checkpoint)
     assert leases(broker) == 2
     engine.kill()
     eventually(lambda: leases(broker) == 1, RIGHT_SECONDS, "the end of the lease")
-    assert broker.counter("leases_reclaimed") == 1
+    assert step.added("leases_reclaimed") == 1
     assert neighbour.ask("identity") == broker.status()["sets"][0]["key"]["checkpoint"]
     neighbour.ask("release")
     eventually(lambda: leases(broker) == 0, RIGHT_SECONDS, "the end of the other lease")
@@ -98,10 +105,10 @@ def test_evicted_set_is_freed_when_its_engine_dies(
 ) -> None:
     """A set that was evicted while leased is freed as soon as its last engine is killed."""
     engine = start_engine(broker)
-    engine.ask("acquire", path=checkpoint)
+    number = engine.ask("acquire", path=checkpoint)["set"]
     with broker.observer() as observer:
-        evicted = observer.evict("1")
-    assert (evicted.sets, evicted.draining) == ([1], [1])
+        evicted = observer.evict(str(number))
+    assert (evicted.sets, evicted.draining) == ([number], [number])
     assert broker.status()["sets"][0]["state"] == "draining"
     assert engine.ask("identity").startswith("blake3:")
     engine.kill()
@@ -168,6 +175,7 @@ def test_waiting_engine_killed(
     """An engine killed while it waits leaves no request; the load serves the others."""
     broker.order_loaders(LoaderFault.STOPS_WHILE_WRITING)
     first, second = start_engine(broker), start_engine(broker)
+    step = broker.counts()
     first.tell("acquire", path=checkpoint)
     eventually(lambda: broker.waiting() == 1, 10, "the first request")
     second.tell("acquire", path=checkpoint)
@@ -176,7 +184,7 @@ def test_waiting_engine_killed(
     eventually(lambda: broker.waiting() == 1, RIGHT_SECONDS, "the end of the request")
     broker.let_loader_go()
     assert second.answer()["ok"]["how"] == "shared"
-    assert broker.counter("loads_started") == 1
+    assert step.added("loads_started") == 1
 
 
 def test_every_waiting_engine_killed(
@@ -281,8 +289,9 @@ def test_load_evicted_under_way(
     engine = start_engine(broker)
     engine.tell("acquire", path=checkpoint)
     loader = broker.stopped_loader()
+    (entry,) = broker.status()["sets"]
     with broker.observer() as observer:
-        assert observer.evict("1").sets == [1]
+        assert observer.evict(str(entry["id"])).sets == [entry["id"]]
     answer = engine.answer(RIGHT_SECONDS)
     assert answer["error"] == "Cancelled"
     assert "evicted" in answer["sentence"]

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,11 +21,9 @@ FILE = "model.safetensors"
 
 
 @pytest.fixture
-def client(shared_broker: RunningBroker) -> Iterator[EngineClient]:
+def client(empty_broker: RunningBroker) -> Iterator[EngineClient]:
     """A client of a broker without any set."""
-    shared_broker.evict_all()
-    eventually(lambda: shared_broker.status()["sets"] == [], 5, "the end of earlier sets")
-    with shared_broker.client() as client:
+    with empty_broker.client() as client:
         yield client
 
 
@@ -44,22 +43,6 @@ def served_bytes(client: EngineClient, weights: Checkpoint | WeightKey | str) ->
     """How an acquire was served, and the first tensor's bytes it was served with."""
     with client.acquire(weights) as served:
         return served.how, bytes(served.memory("layer.0.weight"))
-
-
-class Counted:
-    """What a step adds to the books."""
-
-    def __init__(self, broker: RunningBroker) -> None:
-        self._broker = broker
-        self._before = broker.status()
-
-    def sets(self) -> int:
-        return len(self._broker.status()["sets"]) - len(self._before["sets"])
-
-    def counter(self, name: str) -> int:
-        counters = self._broker.status()["counters"]
-        added: int = counters.get(name, 0) - self._before["counters"].get(name, 0)
-        return added
 
 
 # --- equal and different bytes ------------------------------------------------------------------
@@ -131,28 +114,23 @@ def other_name(checkpoint: Path, other: Path) -> Path:
     return other / "weights.safetensors"
 
 
-@pytest.mark.parametrize(
-    "change", [touch_owner, touch_mode, hard_link, copy, other_name], ids=lambda f: f.__name__
-)
 def test_same_bytes_no_second_copy(
-    shared_broker: RunningBroker,
-    client: EngineClient,
-    checkpoint: Path,
-    tmp_path: Path,
-    change: Callable[[Path, Path], Path],
+    shared_broker: RunningBroker, client: EngineClient, checkpoint: Path, tmp_path: Path
 ) -> None:
     """The same bytes under other stamps are read once, found resident, and then known at once."""
     with client.acquire(Checkpoint(checkpoint)) as weights:
         set_id = weights.set_id
-    step = Counted(shared_broker)
     free = shared_broker.free_bytes()
-    same = change(checkpoint, tmp_path / "other")
-    assert served_bytes(client, Checkpoint(same)) == ("hashed", stored_bytes(checkpoint))
-    assert (step.sets(), step.counter("loads_shared_by_content")) == (0, 1)
-    assert shared_broker.free_bytes() == free
-    with client.acquire(Checkpoint(same)) as again:
-        assert (again.how, again.set_id) == ("resident", set_id)
-    assert step.counter("loads_started") == 1  # the one that only read
+    for change in (touch_owner, touch_mode, hard_link, copy, other_name):
+        step = shared_broker.counts()
+        same = change(checkpoint, tmp_path / change.__name__)
+        assert served_bytes(client, Checkpoint(same)) == ("hashed", stored_bytes(checkpoint))
+        assert [entry["id"] for entry in shared_broker.status()["sets"]] == [set_id]
+        assert step.added("loads_shared_by_content") == 1
+        assert shared_broker.free_bytes() == free
+        with client.acquire(Checkpoint(same)) as again:
+            assert (again.how, again.set_id) == ("resident", set_id), change
+        assert step.added("loads_started") == 1  # the one that only read
 
 
 def test_file_and_its_folder(client: EngineClient, checkpoint: Path) -> None:
@@ -170,55 +148,51 @@ def test_copy_asked_for_during_the_load(
 ) -> None:
     """A copy that is asked for while the first is being loaded waits for it and shares it."""
     twin = copy(checkpoint, tmp_path / "twin")
-    step = Counted(shared_broker)
+    step = shared_broker.counts()
     first, second = start_engine(shared_broker), start_engine(shared_broker)
     shared_broker.order_loaders(LoaderFault.STOPS_WHILE_WRITING)
     first.tell("acquire", path=str(checkpoint))
     shared_broker.stopped_loader()
     second.tell("acquire", path=str(twin))
     eventually(lambda: shared_broker.waiting() == 2, 10, "two waiting requests")
-    assert step.counter("loads_started") == 1
+    assert step.added("loads_started") == 1
     shared_broker.let_loader_go()
     one, other = first.answer()["ok"], second.answer()["ok"]
     assert (one["how"], other["how"]) == ("loaded", "hashed")
     assert one["set"] == other["set"]
-    assert (step.sets(), step.counter("sets_sealed")) == (1, 1)
+    assert (len(shared_broker.status()["sets"]), step.added("sets_sealed")) == (1, 1)
 
 
 # --- demands ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("demand", "wanted", "resident"),
-    [
-        ({"dtype": "bfloat16"}, "bfloat16", "float32"),
-        ({"layout": {"tp_rank": 1, "tp_size": 2}}, {"tp_rank": 1, "tp_size": 2}, {}),
-        ({"format": "vllm-0.32.0"}, "vllm-0.32.0", "hf"),
-        ({"quantization": "fp8"}, "fp8", ""),
-    ],
-    ids=["dtype", "layout", "format", "quantization"],
-)
+DEMANDS: list[tuple[dict[str, Any], Any]] = [
+    ({"dtype": "bfloat16"}, "float32"),
+    ({"layout": {"tp_rank": 1, "tp_size": 2}}, {}),
+    ({"format": "vllm-0.32.0"}, "hf"),
+    ({"quantization": "fp8"}, ""),
+]
+"""A demand that a small checkpoint does not meet, and what it has instead."""
+
+
+@pytest.mark.parametrize("is_resident", [False, True])
 def test_mismatch_names_the_field(
-    shared_broker: RunningBroker,
-    client: EngineClient,
-    checkpoint: Path,
-    demand: dict[str, object],
-    wanted: object,
-    resident: object,
+    shared_broker: RunningBroker, client: EngineClient, checkpoint: Path, is_resident: bool
 ) -> None:
-    """A demand the set does not meet is a mismatch with field, ours and theirs, resident or not."""
-    (field,) = demand
-    expected = {field: {"wanted": wanted, "resident": resident}}
-    with pytest.raises(Mismatch) as before_load:
-        client.acquire(Checkpoint(checkpoint), **demand)  # type: ignore[call-overload]
-    assert before_load.value.differing == expected
-    eventually(lambda: shared_broker.status()["sets"] == [], 5, "the end of the load")
-    client.acquire(Checkpoint(checkpoint, "line")).release()
-    for weights in (Checkpoint(checkpoint), "line"):
-        with pytest.raises(Mismatch, match=field) as caught:
-            client.acquire(weights, **demand)  # type: ignore[call-overload]
-        assert caught.value.differing == expected
-        assert repr(wanted) in caught.value.sentence
+    """A demand the weights do not meet is a mismatch with field, ours and theirs."""
+    asked: list[Checkpoint | str] = [Checkpoint(checkpoint)]
+    if is_resident:
+        client.acquire(Checkpoint(checkpoint, "line")).release()
+        asked.append("line")
+    for demand, has in DEMANDS:
+        ((field, wanted),) = demand.items()
+        for weights in asked:
+            with pytest.raises(Mismatch, match=field) as caught:
+                client.acquire(weights, **demand)
+            assert caught.value.differing == {field: {"wanted": wanted, "resident": has}}
+            assert repr(wanted) in caught.value.sentence
+    expected = 1 if is_resident else 0
+    eventually(lambda: len(shared_broker.status()["sets"]) == expected, 5, "no set too many")
 
 
 def test_fitting_demands_are_served(client: EngineClient, checkpoint: Path) -> None:

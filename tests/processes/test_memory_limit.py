@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from broker.errors import OverBudget
 from engine_client import Checkpoint
+from tests.processes.conftest import brokers, private_directory
 from tests.support.clock import eventually
 from tests.support.processes import RunningBroker
 from tests.support.stored import small_checkpoint
@@ -20,9 +21,15 @@ LIMIT_BYTES = 2 * SET_BYTES + SET_BYTES // 2
 StartBroker = Callable[..., RunningBroker]
 
 
+@pytest.fixture(scope="module")
+def shared_broker() -> Iterator[RunningBroker]:
+    with private_directory() as directory, brokers(directory) as start:
+        yield start("--memory-limit", str(LIMIT_BYTES))
+
+
 @pytest.fixture
-def limited(start_broker: StartBroker) -> RunningBroker:
-    return start_broker("--memory-limit", str(LIMIT_BYTES))
+def limited(empty_broker: RunningBroker) -> RunningBroker:
+    return empty_broker
 
 
 @pytest.fixture
@@ -62,13 +69,14 @@ def test_least_recently_used_makes_room(
     """Unleased sets make room for what is asked for, the least recently used first."""
     with limited.client() as client:
         ids = []
+        step = limited.counts()
         for checkpoint in checkpoints[:2]:
             with client.acquire(checkpoint) as weights:
                 ids.append(weights.set_id)
         client.acquire(checkpoints[0]).release()  # used again, so the second is the older
         with client.acquire(checkpoints[2]) as third:
             assert resident(limited) == [ids[0], third.set_id]
-        assert limited.counter("evictions") == 1
+        assert step.added("evictions") == 1
         eventually(lambda: limited.slabs() == 2, 2, "the end of the evicted slab")
         with client.acquire(checkpoints[0]) as first:
             assert first.how == "resident"
@@ -78,13 +86,14 @@ def test_leased_sets_stay(limited: RunningBroker, checkpoints: list[Checkpoint])
     """What is leased makes no room: over-budget names who holds it, and it stays readable."""
     with limited.client() as client:
         held = [client.acquire(checkpoint) for checkpoint in checkpoints[:2]]
+        step = limited.counts()
         with pytest.raises(OverBudget) as caught:
             client.acquire(checkpoints[2])
         assert caught.value.free == LIMIT_BYTES - 2 * SET_BYTES
         for weights in held:
             assert f"set {weights.set_id}" in caught.value.sentence
         assert resident(limited) == [weights.set_id for weights in held]
-        assert limited.counter("evictions") == 0
+        assert step.added("evictions") == 0
         assert all(bytes(weights.slab_memory()) for weights in held)
         held[0].release()
         with client.acquire(checkpoints[2]) as third:

@@ -37,6 +37,8 @@ class LoaderFault(str, Enum):
     STOPS_WHILE_WRITING = "stops while writing"
     DIES_WHILE_WRITING = "dies while writing"
     FINDS_THE_DEVICE_FULL = "finds the device full"
+    WRITES_ZEROS = "writes zeros"
+    """Reads and digests the checkpoint as it should, but its first piece arrives as zeros."""
 
 
 class Lines:

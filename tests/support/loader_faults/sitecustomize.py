@@ -20,36 +20,42 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
-def stop() -> None:
+def stop(data: Buffer = b"") -> Buffer:
     os.kill(os.getpid(), signal.SIGSTOP)
+    return data
 
 
-def die() -> None:
+def die(data: Buffer) -> Buffer:
     os.write(2, b"DyingLoader: these are its last words\n")
     os.kill(os.getpid(), signal.SIGKILL)
+    return data
 
 
-def find_the_device_full() -> None:
+def find_the_device_full(data: Buffer) -> Buffer:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def at_first_write(fault: Callable[[], None]) -> None:
-    """Do `fault` when the loader first writes to its slab, then go on as ever."""
+def forget(data: Buffer) -> Buffer:
+    return bytes(len(memoryview(data)))
+
+
+def at_first_write(fault: Callable[[Buffer], Buffer]) -> None:
+    """Do `fault` to what the loader first writes to its slab, then go on as ever."""
     pwrite = os.pwrite
 
     def faulty(descriptor: int, data: Buffer, offset: int) -> int:
         os.pwrite = pwrite
-        fault()
-        return pwrite(descriptor, data, offset)
+        return pwrite(descriptor, fault(data), offset)
 
     os.pwrite = faulty
 
 
-FAULTS: dict[str, Callable[[], None]] = {
+FAULTS: dict[str, Callable[[], object]] = {
     "stops at start": stop,
     "stops while writing": lambda: at_first_write(stop),
     "dies while writing": lambda: at_first_write(die),
     "finds the device full": lambda: at_first_write(find_the_device_full),
+    "writes zeros": lambda: at_first_write(forget),
 }
 
 if "broker.loader" in sys.orig_argv:
