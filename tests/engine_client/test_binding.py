@@ -6,11 +6,12 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from broker.errors import BindError, Mismatch, UsageError
 from engine_client.binding import bind_module, binding_of, parameters_on_meta
@@ -550,6 +551,34 @@ def test_parameters_are_built_on_meta_and_buffers_for_real() -> None:
     assert not any(b.is_meta for b in module.buffers())
     assert not any(p.is_meta for p in TiedModel().parameters())
     assert not hasattr(nn.Module.register_parameter, "__wrapped__")
+
+
+def test_building_spends_nothing_on_values_that_meta_cannot_have() -> None:
+    """No initialisation reaches a parameter, whichever way it is asked for; buffers get theirs."""
+
+    class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        written: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func._schema.name.endswith("_") and args[0].is_meta:
+                self.written.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Embedding(6, 4), nn.Linear(4, 4), nn.LayerNorm(4)])
+            self.norm = nn.BatchNorm1d(3)
+            self.scale = nn.Parameter(torch.ones(2))
+            self.scale.data.normal_(std=0.02)
+            nn.init.trunc_normal_(self.scale)
+            nn.init.zeros_(tensor=self.scale)
+
+    with Counting():  # type: ignore[no-untyped-call]
+        model = on_meta(Model)
+    assert Counting.written == []
+    assert model.norm.running_var is not None
+    assert model.norm.running_var.tolist() == [1.0] * 3
 
 
 def test_building_keeps_ties_classes_and_attributes() -> None:
