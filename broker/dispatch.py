@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from broker import wire
-from broker.checkpoints.describe import describe_source
-from broker.checkpoints.files import open_checkpoint
-from broker.custody.actions import Action
-from broker.custody.audit import snapshot
+from broker.custody.actions import Action, CreateSlab
 from broker.errors import (
     BadRequest,
     BrokerError,
@@ -24,6 +22,8 @@ from broker.errors import (
     StaleEpoch,
     from_payload,
 )
+from broker.logs import log_event
+from broker.reporting import status_report
 from broker.requests import Ticket, answer
 from broker.store import check_manifest
 
@@ -56,6 +56,8 @@ class Dispatcher:
         except BrokerError as error:
             self._refuse(routing, frames, error)
             return
+        if session is not None and self._is_repeated(routing, session, request, message):
+            return
         ticket = self._broker.tickets.open(
             request.operation,
             session,
@@ -66,6 +68,7 @@ class Dispatcher:
         try:
             self._broker.perform(self._decide(ticket, message))
         except BrokerError as error:
+            self._note_refusal(request.operation, routing, session, error)
             self._broker.tickets.reply(ticket.number, error)
         except Exception as error:
             log.exception("internal error in %s", request.operation)
@@ -75,10 +78,40 @@ class Dispatcher:
         self._broker.retry_later()
 
     def _refuse(self, routing: bytes, frames: list[bytes], error: BrokerError) -> None:
-        self._broker.books.counters["requests_refused"] += 1
-        log.info("request-refused status=%s cause=%r", error.status, error.sentence)
+        self._note_refusal(None, routing, self._session_of.get(routing), error)
         self._broker.conversation.reply(routing, [*wire.envelope_of(frames), *answer(error)])
         self._broker.retry_later()
+
+    def _note_refusal(
+        self, operation: str | None, routing: bytes, session: int | None, error: BrokerError
+    ) -> None:
+        connection = self._broker.conversation.connections.of(routing)
+        self._broker.books.counters["requests_refused"] += 1
+        log_event(
+            "request-refused",
+            operation=operation,
+            session=session,
+            pid=None if connection is None else connection.peer.pid,
+            status=error.status,
+            cause=error.sentence,
+        )
+
+    def _is_repeated(
+        self, routing: bytes, session: int, request: wire.Frames, message: wire.Message
+    ) -> bool:
+        """A request that came already, on a conversation which its session has lost since.
+
+        It is not decided again: its answer goes to the new one.
+        """
+        ticket = self._broker.tickets.find(session, request.envelope)
+        if ticket is None or ticket.routing == routing or ticket.operation != request.operation:
+            return False
+        ticket.routing = routing
+        what = _delivered_for(message)
+        if what:
+            with contextlib.suppress(BadRequest):  # it was not sent again
+                os.close(self._take(ticket, what))
+        return True
 
     def _check_size(self, frames: list[bytes]) -> None:
         """Raise `BadRequest` for too many frames, or too large a payload."""
@@ -111,7 +144,7 @@ class Dispatcher:
             case wire.Ping():
                 return self._answer(ticket, self._pong())
             case wire.Status():
-                return self._answer(ticket, self._status())
+                return self._answer(ticket, status_report(self._broker))
             case wire.Hello():
                 return self._answer(ticket, self._hello(ticket, message))
             case wire.Shutdown(force):
@@ -200,7 +233,8 @@ class Dispatcher:
                 peer.label = message.label[: wire.MAX_NAME_BYTES]
                 broker.books.introduce(session, peer.who)
                 broker.note_session(session)
-                self.untie(session)
+                if self._routing_of.get(session) != ticket.routing:
+                    self.untie(session)
                 self._session_of[ticket.routing] = session
                 self._routing_of[session] = ticket.routing
                 return wire.Welcomed(session, broker.epoch, sorted(broker.devices))
@@ -210,7 +244,8 @@ class Dispatcher:
         leases = self._broker.books.leases()
         if leases and not force:
             holders = sorted({session for _set, session, _lease in leases})
-            pids = ", ".join(str(self._broker.peers[session].identity.pid) for session in holders)
+            peers = [self._broker.peers[s] for s in holders if s in self._broker.peers]
+            pids = ", ".join(str(peer.identity.pid) for peer in peers)
             raise Busy(
                 f"{len(leases)} leases are held by processes {pids}; stop the engines first, "
                 "or force it: their mappings stay valid, but nobody can attach any more",
@@ -237,7 +272,10 @@ class Dispatcher:
         except BrokerError:
             os.close(manifest)
             raise
-        self._manifests[claims[message.claim]] = manifest
+        if any(isinstance(action, CreateSlab) for action in actions):
+            self._manifests[claims[message.claim]] = manifest
+        else:
+            os.close(manifest)  # the request came again
         return actions
 
     def _with_last_words(self, session: int, message: wire.Abandon) -> wire.Abandon:
@@ -293,79 +331,14 @@ class Dispatcher:
             payload = wire.encode(event)
             self._broker.conversation.tell(routing, [b"", wire.EVENT.encode(), payload])
 
-    # --- what the broker asks itself ------------------------------------------------------
 
-    def preload(self, path: str) -> None:
-        """Load a checkpoint that no engine has asked for yet, and keep it."""
-        device = next(iter(self._broker.devices))
-
-        def describe() -> tuple[int, wire.Source]:
-            with open_checkpoint(path) as checkpoint:
-                return os.dup(checkpoint.folder), describe_source(checkpoint)
-
-        def described(result: tuple[int, wire.Source] | BaseException) -> None:
-            if isinstance(result, BaseException):
-                log.error("preload-failed path=%s cause=%r", path, str(result))
-                return
-            folder, source = result
-            session = self._broker.books.open_session()
-            ticket = self._broker.tickets.open(
-                "preload", session, on_reply=lambda body: self._preloaded(path, session, body)
-            )
-            ticket.source = folder
-            request = wire.Acquire("preload", wire.Demand(device=device), source)
-            self._broker.perform(self._broker.books.acquire(session, ticket.number, request))
-
-        self._broker.helpers.submit(("preload", path), describe, described)
-
-    def _preloaded(self, path: str, session: int, body: msgspec.Struct | BrokerError) -> None:
-        if isinstance(body, wire.Granted):
-            self._broker.books.sets[body.set].pinned = True
-            log.info("preloaded path=%s set=%d", path, body.set)
-        elif isinstance(body, BrokerError):
-            log.error("preload-failed path=%s cause=%r", path, body.sentence)
-        self._broker.loop.call_soon_threadsafe(
-            lambda: self._broker.perform(
-                self._broker.books.end_session(session, InternalError("preload is over"))
-            )
-        )
-
-    # --- status ---------------------------------------------------------------------------
-
-    def _status(self) -> msgspec.Struct:
-        broker = self._broker
-        facts: dict[str, Any] = {
-            "broker": {
-                "name": broker.config.name,
-                "pid": os.getpid(),
-                "keeper_pid": os.getppid(),
-                "restarts": broker.restarts,
-                "epoch": broker.epoch,
-                "protocol": wire.PROTOCOL,
-                "platform": broker.platform,
-                "simulated": broker.platform == "simulated",
-                "started": broker.started,
-                "slowest_turn_ms": round(broker.loop.slowest_turn * 1000, 3),
-                "requests_waiting": len(broker.tickets) - 1,
-            },
-            **snapshot(broker.books),
-            "sessions": self._sessions(),
-        }
-        facts["counters"] = {**facts["counters"], **broker.conversation.counters}
-        return wire.StatusReport(**facts)
-
-    def _sessions(self) -> list[dict[str, Any]]:
-        books = self._broker.books
-        return [
-            {
-                "id": session,
-                "pid": peer.identity.pid,
-                "uid": peer.identity.uid,
-                "command": peer.identity.command,
-                "label": peer.label,
-                "loader": books.sessions[session].is_loader,
-                "leases": len(books.sessions[session].leases),
-                "waiting": len(books.sessions[session].waiting),
-            }
-            for session, peer in self._broker.peers.items()
-        ]
+def _delivered_for(message: wire.Message) -> str:
+    """What kind of descriptor goes ahead of the request; "" if none does."""
+    match message:
+        case wire.Acquire(source=source) if source is not None:
+            return "source"
+        case wire.Load():
+            return "code"
+        case wire.Reserve():
+            return "manifest"
+    return ""

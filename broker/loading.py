@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
-from broker.custody.actions import StartLoader, StartShipped
-from broker.errors import InternalError, LoadFailed
+from broker import wire
+from broker.custody.actions import Action, StartLoader, StartShipped
+from broker.errors import BadRequest, Cancelled, InternalError, LoadFailed
 from broker.loaders import (
     GRACE_SECONDS,
     IDLE_GRACE_SECONDS,
@@ -20,14 +23,26 @@ from broker.loaders import (
     Spawned,
     spawn,
 )
+from broker.logs import log_event
 
 if TYPE_CHECKING:
     from broker.server import Server
 
-log = logging.getLogger("weight-broker")
-
 STOP_SECONDS = 2.0
 """How long killed loaders are waited for at the end."""
+
+
+@dataclass
+class _Queued:
+    """A load whose turn has not come. `given`: the descriptor it is about, owned."""
+
+    action: StartLoader | StartShipped
+    job: Job
+    given: int | None
+
+    def close(self) -> None:
+        if self.given is not None:
+            os.close(self.given)
 
 
 class Loading:
@@ -37,18 +52,58 @@ class Loading:
         self._broker = broker
         self._processes: dict[int, LoaderProcess] = {}
         self._unwanted: set[int] = set()
+        self._starting: set[int] = set()
+        self._queue: deque[_Queued] = deque()
+
+    @property
+    def queued(self) -> int:
+        """Loads that wait for another one's end."""
+        return len(self._queue)
 
     def start(self, action: StartLoader | StartShipped) -> None:
-        """Start the process that an action asks for; a failure is the answer of who waits."""
+        """Start the process that an action asks for, or have it wait for its turn.
+
+        A failure is the answer of who waits.
+        """
         ticket = self._broker.tickets.get(action.ticket)
         given = None if ticket is None or ticket.source is None else os.dup(ticket.source)
-        job = self._job(action)
+        self._queue.append(_Queued(action, self._job(action), given))
+        self._start_next()
+        if self._queue:
+            self._tell_to_wait(action)
+
+    def _tell_to_wait(self, action: StartLoader | StartShipped) -> None:
+        limit = self._broker.config.limits.loaders
+        log_event("load-queued", session=action.session, set=action.set, running=limit)
+        self._broker.books.counters["loads_queued"] += 1
+        report = wire.Report(action.claim, f"waiting for one of {limit} loaders to end", 0, 0)
+        # Later: the action is one of several that are being carried out.
+        self._broker.loop.call_soon_threadsafe(
+            lambda: self._broker.perform(self._report(action.session, report))
+        )
+
+    def _report(self, session: int, report: wire.Report) -> list[Action]:
+        if not any(queued.action.session == session for queued in self._queue):
+            return []
+        try:
+            return self._broker.books.report(session, report)
+        except BadRequest:
+            return []  # its claim is over; the order to stop it follows
+
+    def _start_next(self) -> None:
+        limit = self._broker.config.limits.loaders
+        while self._queue and len(self._processes) + len(self._starting) < limit:
+            self._start(self._queue.popleft())
+
+    def _start(self, queued: _Queued) -> None:
+        action, given = queued.action, queued.given
+        self._starting.add(action.session)
 
         def start() -> Spawned:
             if given is None:
                 raise InternalError("what the loader is to read is not at hand any more")
             try:
-                return spawn(job, given)
+                return spawn(queued.job, given)
             finally:
                 os.close(given)
 
@@ -58,10 +113,23 @@ class Loading:
 
     def stop(self, session: int) -> None:
         """End a loader whose set is not wanted any more, also one that is just starting."""
+        if self._unqueue(session):
+            return
         self._unwanted.add(session)
         process = self._processes.get(session)
         if process is not None:
             process.stop()
+
+    def _unqueue(self, session: int) -> bool:
+        """Drop a load that waits for its turn; true if there was one."""
+        for queued in self._queue:
+            if queued.action.session == session:
+                self._queue.remove(queued)
+                queued.close()
+                end = partial(self._broker.end_session, session, Cancelled("nobody wants it"))
+                self._broker.loop.call_soon_threadsafe(end)
+                return True
+        return False
 
     def closed_its_session(self, session: int) -> bool:
         """True for a loader's session: its exit status and last words follow, and say more."""
@@ -74,6 +142,8 @@ class Loading:
 
     def close(self) -> None:
         """Kill all and wait for their end."""
+        while self._queue:
+            self._queue.popleft().close()
         for process in self._processes.values():
             process.stop()
         for process in list(self._processes.values()):
@@ -98,14 +168,16 @@ class Loading:
 
     def _started(self, action: StartLoader | StartShipped, result: Spawned | BaseException) -> None:
         session = action.session
+        self._starting.discard(session)
         if isinstance(result, BaseException):
             error = LoadFailed(f"the loader could not be started: {result}", reason="loader-died")
             self._broker.end_session(session, error)
+            self._start_next()
             return
-        process = LoaderProcess(self._broker.loop, result, self._on_end(session))
+        pid = result.process.pid
+        process = LoaderProcess(self._broker.loop, result, self._on_end(session, pid))
         self._processes[session] = process
-        pid = process.identity.pid
-        log.info("loader-started session=%d set=%d pid=%d", session, action.set, pid)
+        log_event("loader-started", session=session, set=action.set, pid=pid)
         self._broker.welcome(session, result.connection, process.identity)
         if session in self._unwanted or self._broker.is_stopping:
             process.stop()
@@ -118,15 +190,16 @@ class Loading:
         process = self._processes.get(session)
         return "" if process is None else process.last_words()
 
-    def _on_end(self, session: int) -> Callable[[Ending], None]:
+    def _on_end(self, session: int, pid: int) -> Callable[[Ending], None]:
         def ended(ending: Ending) -> None:
             self._processes.pop(session, None)
             self._unwanted.discard(session)
-            log.info("loader-ended session=%d how=%r", session, str(ending))
+            log_event("loader-ended", session=session, pid=pid, how=ending)
             said = f"the loader process {ending}"
             if self._broker.books.sessions[session].claims:
                 said = f"the loader process died before the weights were complete: it {ending}"
             cause = LoadFailed(said, reason=ending.reason, last_words=ending.last_words)
             self._broker.end_session(session, cause)
+            self._start_next()
 
         return ended

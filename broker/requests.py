@@ -44,6 +44,7 @@ class Tickets:
         self._conversation = conversation
         self._limits = limits
         self._open: dict[int, Ticket] = {}
+        self._by_envelope: dict[tuple[int, tuple[bytes, ...]], Ticket] = {}
         self._use: dict[int, _Use] = {}
         self._total = _Use()
         self._numbers = itertools.count(1)
@@ -66,6 +67,8 @@ class Tickets:
             next(self._numbers), routing, envelope, operation, session, nbytes, on_reply=on_reply
         )
         self._open[ticket.number] = ticket
+        if session is not None and envelope:
+            self._by_envelope[session, envelope] = ticket
         if session is not None:
             for use in (self._use.setdefault(session, _Use()), self._total):
                 use.add(ticket, 1)
@@ -92,6 +95,10 @@ class Tickets:
                     limit=limit,
                     value=allowed,
                 )
+
+    def find(self, session: int, envelope: tuple[bytes, ...]) -> Ticket | None:
+        """The latest request of a session with this envelope that is still open."""
+        return self._by_envelope.get((session, envelope))
 
     def get(self, number: int) -> Ticket | None:
         return self._open.get(number)
@@ -129,6 +136,9 @@ class Tickets:
         if ticket.source is not None:
             os.close(ticket.source)
         if ticket.session is not None:
+            key = (ticket.session, ticket.envelope)
+            if self._by_envelope.get(key) is ticket:
+                del self._by_envelope[key]
             self._total.add(ticket, -1)
             self._use[ticket.session].add(ticket, -1)
             if not self._use[ticket.session].requests:

@@ -48,6 +48,7 @@ from broker.keeping import Inheritance, KeeperLink, KeptSession
 from broker.loading import Loading
 from broker.logs import log_event
 from broker.loop import READ, WRITE, Helpers, Loop
+from broker.preloading import preload
 from broker.reception import Reception
 from broker.requests import Tickets
 from broker.rundir import BrokerPaths
@@ -178,7 +179,7 @@ class Server:
         log.info("serving name=%s device=%s pid=%d epoch=%s", *self._identity())
         self.loop.call_soon_threadsafe(self._tell_ready)
         for path in self.config.preload:
-            self.dispatcher.preload(path)
+            preload(self, path)
         try:
             self.loop.run(self._drain)
         finally:

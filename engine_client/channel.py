@@ -33,6 +33,8 @@ log = logging.getLogger("weight-broker.client")
 RECONNECT_MS = 20
 RECONNECT_MAX_MS = 500
 """Between tries to reach the server that follows one that died."""
+HELLO_SECONDS = 1.0
+"""How long a new server may take to answer a `hello` before it is said again."""
 LAST_REPLIES_SECONDS = 0.1
 _HELLO = b"hello"
 """Request id of the `hello` that resumes a session; others have 8 bytes."""
@@ -93,6 +95,7 @@ class Channel:
         self._outgoing: deque[Call] = deque()
         self._hello: wire.Hello | None = None
         self._resuming: Call | None = None
+        self._hello_at = 0.0
         self._on_welcome = on_welcome
         self._lost_callbacks: list[Callable[[], None]] = []
         self._event_callbacks: list[Callable[[wire.Event], None]] = []
@@ -208,7 +211,7 @@ class Channel:
                 poller.register(self._connection, socket_events)
                 dealer_events = zmq.POLLIN | (zmq.POLLOUT if blocked_on == "dealer" else 0)
                 poller.register(self._dealer, dealer_events)
-                ready = dict(poller.poll())
+                ready = dict(poller.poll(self._hello_again()))
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
                 # Replies first: an answer that came before the broker's end still counts.
@@ -242,12 +245,26 @@ class Channel:
             self._outgoing.popleft()
         return ""
 
+    def _hello_again(self) -> int | None:
+        """Milliseconds until the `hello` that resumes has to be said again; None: no need.
+
+        The broker may have cut the connection on which it was sent.
+        """
+        if self._resuming is None or not self._resuming.packet_sent:
+            return None
+        left = self._hello_at + HELLO_SECONDS - time.monotonic()
+        if left > 0:
+            return int(left * 1000) + 1
+        self._resuming.packet_sent = False
+        return 0
+
     def _send_hello(self, hello: Call) -> str:
         try:
             self._dealer.send_multipart(hello.frames or [], zmq.DONTWAIT)
         except zmq.Again:
             return "dealer"
         hello.packet_sent = True
+        self._hello_at = time.monotonic()
         return ""
 
     def _send(self, call: Call) -> str:

@@ -58,7 +58,7 @@ class Asking(Ledger):
         False for a request that says something else than the set has: it is not the same one.
         """
         session = self.sessions[waiter.session]
-        if waiter.lease not in session.restored:
+        if waiter.lease not in session.restored or waiter.lease not in session.leases:
             return False
         held = self.sets[session.leases[waiter.lease]]
         name, source = waiter.demand.name, waiter.source

@@ -78,7 +78,7 @@ class Books(Restoring):
     def conversation_lost(self, session: int) -> None:
         """Replies to the session may not have arrived: it may ask again for what it holds."""
         record = self.sessions[session]
-        record.restored.update(record.leases)
+        record.restored.update(record.leases, record.claims)
 
     def loader_lost(self, set_id: int, error: BrokerError) -> list[Action]:
         """The loader process of this set could not even be started."""

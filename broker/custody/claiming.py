@@ -29,6 +29,9 @@ class Claiming(Asking):
         waiter = Waiter(ticket, session, request.lease, demand, key=key, willing=request.willing)
         if self._is_repeated(waiter):
             return self._take()
+        if self._is_claimed_already(session, request):
+            self._reply(ticket, wire.Claimed(request.lease))
+            return self._take()
         self._check_lease(session, request.lease)
         self._check_demand(demand)
         if request.fresh:
@@ -42,6 +45,13 @@ class Claiming(Asking):
         self._check_label(key, demand)
         self._give_claim(session, ticket, request)
         return self._take()
+
+    def _is_claimed_already(self, session: int, request: wire.Claim) -> bool:
+        """Whether this very request was answered, and the engine may not know it."""
+        record = self.sessions[session]
+        if request.lease not in record.restored or request.lease not in record.claims:
+            return False
+        return self.sets[record.claims[request.lease]].asked == request.key
 
     def _give_claim(self, session: int, ticket: int, request: wire.Claim) -> None:
         self._check_may_write(session)

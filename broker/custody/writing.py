@@ -71,6 +71,9 @@ class Writing(Claiming):
                 dtype; the claim stays.
         """
         record = self._claimed_by(session, request.claim)
+        if record.state is State.WRITING and request.claim in self.sessions[session].restored:
+            self._reply(ticket, wire.Reserved(record.claim, record.nbytes))
+            return self._take()  # the first answer may not have arrived
         if record.state is not State.CLAIMED:
             raise BadRequest(f"set {record.id} is {record.state.value}: it has its memory already")
         if request.nbytes < 0 or request.tensors < 0:
@@ -202,7 +205,9 @@ class Writing(Claiming):
         Raises:
             BadRequest: no such claim, or nothing has been reserved.
         """
-        if request.claim in self.sessions[session].restored and request.keep:
+        holder = self.sessions[session]
+        is_over = request.claim in holder.restored and request.claim not in holder.claims
+        if is_over and request.keep:
             self._repeat_seal(session, ticket, request.claim)
             return self._take()
         record = self._claimed_by(session, request.claim)
