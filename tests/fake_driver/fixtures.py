@@ -34,6 +34,16 @@ def _built(vendor: Vendor, folder: Path) -> Path | str:
         return str(error)
 
 
+def library_of(vendor: Vendor, libraries: dict[Vendor, Path | str]) -> Path:
+    """The vendor's compiled fake driver; the test skips, or fails, where there is none."""
+    library = libraries[vendor]
+    if isinstance(library, str):
+        if os.environ.get(REQUIRED):
+            pytest.fail(library)
+        pytest.skip(library)
+    return library
+
+
 def fake_driver(
     vendor: Vendor,
     libraries: dict[Vendor, Path | str],
@@ -41,11 +51,7 @@ def fake_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> FakeDriver:
     """The vendor's fake driver for this process and its children; skips where there is none."""
-    library = libraries[vendor]
-    if isinstance(library, str):
-        if os.environ.get(REQUIRED):
-            pytest.fail(library)
-        pytest.skip(library)
+    library = library_of(vendor, libraries)
     for name in (*OVERRIDES.values(), "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     fake = FakeDriver(vendor, library, tmp_path / "fake-driver.log", tmp_path / "sys")
