@@ -13,7 +13,14 @@ import msgspec
 
 from broker import wire
 from broker.devices.base import Device
-from broker.errors import BadRequest, BrokerError, InternalError, LoadFailed, UsageError
+from broker.errors import (
+    BadRequest,
+    BrokerError,
+    InternalError,
+    LoadFailed,
+    StaleEpoch,
+    UsageError,
+)
 from broker.loader.code import ShippedCode
 from broker.memfd import sealed_memfd
 from broker.weights import WeightKey
@@ -33,6 +40,8 @@ if TYPE_CHECKING:
 
 LOAD_SECONDS = 3600.0
 """Default deadline of a shipped loader."""
+SERVER_TRIES = 3
+"""How often `get_or_publish` tries: a claim ends when the broker's server is replaced."""
 GIVE_UP_SECONDS = 2.0
 """How long a publisher that failed waits for the broker to confirm that nothing is left."""
 
@@ -86,6 +95,7 @@ class Publisher:
             OverBudget: it does not fit; the sentence says what is held by whom.
             UsageError: tensors that cannot be published, each with its reason; or bad metadata.
             RequestTimeout: nothing of yours is left at the broker.
+            StaleEpoch: the broker's server was replaced meanwhile; publish again.
             BrokerLost.
         """
         own, deadline = self._own_key(key), Deadline(timeout)
@@ -108,10 +118,12 @@ class Publisher:
         """Map the set of this key; if there is none, one of all who ask builds it for all.
 
         The others wait; if the builder dies or raises, one of them is asked to build in its place.
-        A module that was built here is rebound to the shared views.
+        A module that was built here is rebound to the shared views. If the broker's server is
+        replaced meanwhile, all ask again: another engine may build too, and what is there first
+        counts.
 
         Args:
-            build: called without arguments, in this thread, in one engine at a time.
+            build: called without arguments, in this thread, once, in one engine at a time.
             generation: the label demanded, and given if this engine builds; None: the newest, or
                 the next number.
             metadata: as for `publish`, if this engine builds.
@@ -125,19 +137,30 @@ class Publisher:
             LoadFailed: the last engine that was willing to build failed; its cause.
             What `build` raises, in the engine that ran it, and the errors of `publish`.
         """
+        own, deadline = self._own_key(key), Deadline(timeout)
         stage = Stage("another engine's weights", progress or progress_printer(_name_of(key)))
-        claim = self._claim(
-            self._own_key(key), generation, fresh=False, stage=stage, deadline=Deadline(timeout)
-        )
-        if isinstance(claim, WeightSet):
-            return claim
+        built: Publishable | None = None
+        tries = 0
+        while True:
+            claim = self._claim(own, generation, fresh=False, stage=stage, deadline=deadline)
+            if isinstance(claim, WeightSet):
+                return claim
+            if built is None:
+                built = self._build(claim, build)
+            try:
+                return self._write(claim, built, metadata, Deadline(None))
+            except StaleEpoch:
+                tries += 1
+                if tries == SERVER_TRIES:
+                    raise
+
+    def _build(self, claim: HeldClaim, build: Callable[[], Publishable]) -> Publishable:
         try:
             claim.report("building")
-            built = build()
+            return build()
         except BaseException as error:
             self._give_up(claim, _builder_failed(error))
             raise
-        return self._write(claim, built, metadata, Deadline(None))
 
     def get_or_load(
         self,

@@ -34,6 +34,7 @@ from broker.errors import (
     BadRequest,
     BrokerError,
     Busy,
+    StaleEpoch,
 )
 from broker.limits import DEFAULTS, Limits
 from broker.weights import WeightKey
@@ -214,9 +215,18 @@ class Ledger:
     def _claimed_by(self, session: int, claim: str) -> WeightSet:
         set_id = self.sessions[session].claims.get(claim)
         if set_id is None:
-            why = self.sessions[session].lost.get(claim, "it ended or never was")
-            raise BadRequest(f"this session holds no claim {claim!r}: {why}")
+            raise self._no_claim(session, claim)
         return self.sets[set_id]
+
+    def _no_claim(self, session: int, claim: str) -> BrokerError:
+        record = self.sessions[session]
+        if record.taken_over and claim not in record.lost:
+            return StaleEpoch(
+                f"the claim {claim!r} has ended: the broker's server was replaced, and what was "
+                "not sealed yet is not published; publish again"
+            )
+        why = record.lost.get(claim, "it ended or never was")
+        return BadRequest(f"this session holds no claim {claim!r}: {why}")
 
     def _remember_lost(self, record: WeightSet, why: str) -> None:
         session = self.sessions.get(record.writer or 0)

@@ -128,6 +128,8 @@ class SessionRecord:
 
     id: int
     is_loader: bool = False
+    taken_over: bool = False
+    """An earlier server opened it; claims of that time are over."""
     who: str = ""
     """The process, for messages."""
     watches: set[str] = field(default_factory=set)

@@ -32,7 +32,7 @@ class Restoring(Writing):
             restarts: how many servers there were before: no id of theirs is given out again.
         """
         for session in sessions:
-            self.sessions[session] = SessionRecord(session)
+            self.sessions[session] = SessionRecord(session, taken_over=True)
         for kept in sets:
             self._restore_set(kept)
         for line in self._lines:
