@@ -132,6 +132,24 @@ def test_a_copy_is_served_from_the_resident_set() -> None:
     ]
 
 
+def test_files_belong_to_the_set_that_was_read_from_them_last() -> None:
+    """Equal stamps that a later load has seen too are a hit on the later set, and only there."""
+    desk = Desk()
+    desk.load(1)
+    loader = desk.start(source(2, "shape-b"))
+    desk.reserve(loader.session)
+    desk.created(2)
+    desk.seal(loader.session, "blake3:b", 1)
+    desk.frozen(2)
+    (action,) = desk.acquire(desk.engine(), from_=source(1))
+    assert isinstance(action, Reply)
+    assert isinstance(action.body, wire.Granted)
+    assert action.body.set == 2
+    desk.evict(1)
+    desk.end(1)
+    assert len(desk.acquire(desk.engine(), from_=source(1))) == 1
+
+
 def test_a_fine_tune_of_equal_headers_is_loaded() -> None:
     """Equal headers with other bytes are another set."""
     desk = Desk()

@@ -124,6 +124,28 @@ def test_a_generation_that_is_being_written_is_waited_for() -> None:
     assert list(desk.set(2).waiters) == [desk.ticket]
 
 
+def test_a_generation_of_no_label_yet_is_not_the_demanded_one() -> None:
+    """A claim that gives a label writes its own generation beside one without a label."""
+    desk = Desk()
+    desk.claim(desk.engine(), "c", name="m")
+    assert desk.claim(desk.engine(), "d", name="m", generation="7") == [Reply(2, wire.Claimed("d"))]
+
+
+def test_a_dtype_left_open_finds_any() -> None:
+    """A claim without dtype means the name, in whatever dtype it is there or being written."""
+    desk = Desk()
+    engine = desk.engine()
+    desk.claim(engine, "c", name="m", dtype="bfloat16")
+    assert desk.claim(desk.engine(), name="m") == []
+    desk.reserve(engine, claim="c")
+    desk.created(1)
+    desk.seal(engine, claim="c")
+    assert len(desk.frozen(1)) == 2
+    (action,) = desk.claim(desk.engine(), name="m")
+    assert isinstance(action, Reply)
+    assert isinstance(action.body, wire.Granted)
+
+
 def test_a_waiter_of_another_dtype_does_not_end_a_build() -> None:
     """An engine that waits for another dtype is refused; the publisher goes on."""
     desk = Desk()

@@ -176,6 +176,21 @@ def test_a_claim_inherits_from_a_loader() -> None:
     ]
 
 
+def test_an_heir_that_writes_another_dtype() -> None:
+    """Who claimed one dtype does not get the one that an heir of the open key has chosen."""
+    desk = Desk()
+    first, heir, other = desk.engine(), desk.engine(), desk.engine()
+    desk.claim(first, "c", name="m", dtype="bfloat16")
+    desk.claim(heir, "h", name="m")
+    desk.claim(other, "o", name="m", dtype="bfloat16", willing=False)
+    waiting = desk.ticket
+    desk.end(first)
+    refusal = desk.reserve(heir, dtype="float16", claim="h")[-1]
+    assert isinstance(refusal, Refused)
+    assert refusal.ticket == waiting
+    assert "dtype wanted 'bfloat16', resident 'float16'" in refusal.sentence
+
+
 def test_an_heir_that_writes_something_else() -> None:
     """Who waited for one checkpoint does not get another from the heir."""
     desk = Desk()

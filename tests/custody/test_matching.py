@@ -42,6 +42,17 @@ def test_a_wrong_dtype_is_refused_when_the_load_learns_its_own() -> None:
     assert list(desk.set(1).waiters) == [1]
 
 
+def test_a_wrong_quantisation_is_refused_once_it_is_known() -> None:
+    """After `reserve` a load is known to be unquantised: whoever wants more is told at once."""
+    desk = Desk()
+    loader = desk.start(source(1))
+    assert desk.acquire(desk.engine(), from_=source(1), quantization="fp8") == []
+    refusal = desk.reserve(loader.session)[-1]
+    assert isinstance(refusal, Refused)
+    with pytest.raises(Mismatch, match=r"quantization wanted 'fp8', resident ''$"):
+        desk.acquire(desk.engine(), from_=source(1), quantization="fp8")
+
+
 def test_a_load_that_nobody_can_use_reserves_nothing() -> None:
     """If all who wait demand another dtype the loader is refused, evicts nothing, and gives up."""
     desk = Desk()

@@ -71,6 +71,20 @@ def test_least_recently_used_sets_make_room() -> None:
     assert desk.books.counters["evictions"] == 1
 
 
+def test_a_release_is_a_use() -> None:
+    """What was given back last goes last, whenever it was granted."""
+    desk = Desk()
+    engine = desk.engine()
+    for n in (1, 2):
+        desk.load(n, f"blake3:{n}", engine, fingerprint=f"shape-{n}", nbytes=400)
+        desk.acquire(engine, f"w{n}", from_=source(n, f"shape-{n}"))
+        desk.release(engine)
+    desk.release(engine, "w2")
+    desk.release(engine, "w1")
+    loader = desk.start(source(3, "shape-3"))
+    assert desk.reserve(loader.session, 400)[0] == FreeSlab(2)
+
+
 def test_leased_and_pinned_sets_never_make_room() -> None:
     """Neither a lease nor a pin gives way; a pinned set is named as in use."""
     desk = Desk()
