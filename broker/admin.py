@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from broker.device_names import SIMULATED
 from broker.errors import LoadFailed, NotFound
 
 COLUMNS = ("SET", "STATE", "NAME", "BYTES", "TENSORS", "LEASES", "WAITING", "DTYPE", "FROM")
@@ -128,11 +129,12 @@ def verify_sets(name: str, directory: Path | None, which: str | None) -> int:
     if not chosen:
         what = f"sealed weight set {which!r}" if which else "weight set that came from a checkpoint"
         raise NotFound(f"there is no {what} to verify; `status` lists what is resident")
-    platform = report["broker"]["platform"]
-    with EngineClient(platform, broker=name, directory=directory, label="verify") as client:
-        for entry in chosen:
+    simulated = SIMULATED if report["broker"]["simulated"] else None
+    for entry in chosen:
+        device = simulated or entry["key"]["device"]
+        with EngineClient(device, broker=name, directory=directory, label="verify") as client:
             with client.acquire(client.key_of(entry)) as weights:
-                found = slab_identity(weights.manifest, weights.slab_memory())
+                found = slab_identity(weights.manifest, weights.read)
             if found != entry["key"]["checkpoint"]:
                 raise LoadFailed(
                     f"set {entry['id']} is damaged: its bytes are {found}, loaded was "

@@ -28,7 +28,7 @@ class BrokerConfig:
             ("cuda:1") or UUID, several separated by commas; or "simulated".
         memory_limit: bytes per device ("8g", "1048576"), a share of its memory ("80%"), or None:
             what is free at the start less a sixteenth.
-        preload: checkpoints to load at the start and keep.
+        preload: checkpoints to load at the start, on every device, and keep.
         allow_loaders: run loaders that engines ship. Off: they are refused.
         loader_threads: threads that read in one loader process.
         limits: what peers may use (limits.py).

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def preload(broker: Server, path: str) -> None:
-    """Load a checkpoint onto the first device and pin it. From the loop's thread; returns at once.
+    """Load a checkpoint onto every device and pin it. From the loop's thread; returns at once.
 
     A failure is a line in the log: nobody waits.
     """
@@ -31,13 +31,18 @@ def preload(broker: Server, path: str) -> None:
     def described(result: tuple[int, wire.Source] | BaseException) -> None:
         if isinstance(result, BaseException):
             _failed(path, str(result))
-        else:
-            _acquire(broker, path, *result)
+            return
+        folder, source = result
+        for device in broker.devices:
+            _acquire(broker, path, os.dup(folder), wire.Demand(device=device), source)
+        os.close(folder)
 
     broker.helpers.submit(("preload", path), describe, described)
 
 
-def _acquire(broker: Server, path: str, folder: int, source: wire.Source) -> None:
+def _acquire(
+    broker: Server, path: str, folder: int, demand: wire.Demand, source: wire.Source
+) -> None:
     session = broker.books.open_session()
     ticket = broker.tickets.open(
         "preload",
@@ -47,7 +52,7 @@ def _acquire(broker: Server, path: str, folder: int, source: wire.Source) -> Non
         ),
     )
     ticket.source = folder
-    request = wire.Acquire("preload", wire.Demand(device=next(iter(broker.devices))), source)
+    request = wire.Acquire("preload", demand, source)
     try:
         broker.perform(broker.books.acquire(session, ticket.number, request))
     except BrokerError as error:

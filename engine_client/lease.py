@@ -25,7 +25,7 @@ class Lease:
         granted: what the broker said of the set.
         manifest: validated against the slab.
         mapping: valid until `end`, and until no memory view is left; not while it is asleep.
-        platform: "cuda", "rocm" or "simulated".
+        device: where it is mapped.
         session: whose lease it is.
         is_asleep: the slab is not mapped and no lease is held, but the addresses are kept.
     """
@@ -36,12 +36,12 @@ class Lease:
         granted: wire.Granted,
         mapping: Mapping,
         manifest: Manifest,
-        platform: str,
+        device: Device,
     ) -> None:
         self.granted = granted
         self.manifest = manifest
         self.mapping = mapping
-        self.platform = platform
+        self.device = device
         self.session = session
         self.is_asleep = False
         # Reentrant: a garbage collection inside may find the last view.
@@ -118,6 +118,27 @@ class Lease:
             self.granted = granted
             self.is_asleep = False
 
+    @property
+    def platform(self) -> str:
+        """ "cuda", "rocm" or "simulated"."""
+        return self.device.properties.platform
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """A copy of bytes of the slab, from any device. Waits for the device.
+
+        Raises:
+            UsageError: the lease has ended or is asleep.
+            InternalError: there are no such bytes, or the device failed.
+        """
+        with self._lock:
+            if self._ended or not self._is_wanted:
+                raise UsageError("these weights have been released; acquire them again")
+            self.check_awake()
+            try:
+                return self.device.read(self.mapping, offset, nbytes)
+            except DeviceError as error:
+                raise InternalError(f"the weights cannot be read: {error}") from error
+
     def whole_slab(self) -> memoryview:
         """All bytes of the slab, read-only, as `memory`."""
         return self.memory(0, self.mapping.nbytes)
@@ -174,7 +195,7 @@ def attach(session: Session, device: Device, granted: wire.Granted, deadline: De
     """
     with receive_set(session, granted, deadline) as (slab, manifest):
         mapping = map_granted(session, device, granted, slab, deadline)
-        return Lease(session, granted, mapping, manifest, device.properties.platform)
+        return Lease(session, granted, mapping, manifest, device)
 
 
 @contextmanager

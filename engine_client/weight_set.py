@@ -109,6 +109,16 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         self._check_readable()
         return self._lease.whole_slab()
 
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """A copy of bytes of the slab in host memory, from any device. Needs no torch. Blocks.
+
+        Raises:
+            UsageError: released or asleep.
+            InternalError: there are no such bytes, or the device failed.
+        """
+        self._check_held()
+        return self._lease.read(offset, nbytes)
+
     def _check_readable(self) -> None:
         self._check_held()
         if self._lease.platform != "simulated":

@@ -16,7 +16,7 @@ Part of the client's torch-free core: imports neither zmq nor torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import Any
 
@@ -44,6 +44,9 @@ _encode = msgspec.msgpack.Encoder().encode
 Row = tuple[Any, ...]
 """(name, dtype, shape, digest), and the stride as a fifth where it is not row-major."""
 
+ReadSlab = Callable[[int, int], bytes | memoryview]
+"""Gives so many bytes from an offset of a slab on."""
+
 
 def chunk_digest(chunk: bytes | memoryview) -> bytes:
     return blake3(chunk).digest()
@@ -69,12 +72,16 @@ def content_identity(rows: Iterable[Row], ties: Iterable[Iterable[tuple[str, int
     return f"blake3:{digest.hexdigest()}"
 
 
-def slab_identity(manifest: Manifest, memory: memoryview) -> str:
+def slab_identity(manifest: Manifest, memory: memoryview | ReadSlab) -> str:
     """The content identity of a slab that is mapped or was copied out. Blocks: digests every byte.
 
     For a checkpoint's set it equals the identity its loader found, as long as nothing changed a
-    byte. The manifest must have been validated against the memory, which is of format "B".
+    byte. The manifest must have been validated against the slab.
+
+    Args:
+        memory: of format "B"; or, where the host cannot look at it, what copies bytes out of it.
     """
+    read: ReadSlab = memory if callable(memory) else _reader_of(memory)
     rows: list[Row] = []
     offsets: dict[str, int] = {}
     tied = {name for alias in manifest.aliases for name in alias.names}
@@ -82,7 +89,7 @@ def slab_identity(manifest: Manifest, memory: memoryview) -> str:
         row_major = group.stride == contiguous_stride(group.shape)
         extent = storage_extent(group.shape, group.stride, ITEM_BYTES[group.dtype])
         for name, offset in zip(group.names, group.offsets, strict=True):
-            digest = _digest_of(memory[offset : offset + extent])
+            digest = _digest_of(read, offset, extent)
             row: Row = (name, group.dtype, group.shape, digest)
             rows.append(row if row_major else (*row, group.stride))
             if name in tied:
@@ -94,9 +101,14 @@ def _tie(alias: AliasGroup, offsets: dict[str, int]) -> list[tuple[str, int]]:
     return [(name, offsets[name] - alias.offset) for name in alias.names]
 
 
-def _digest_of(data: memoryview) -> bytes:
-    starts = range(0, len(data), CHUNK_BYTES)
-    return tensor_digest(b"".join(chunk_digest(data[at : at + CHUNK_BYTES]) for at in starts))
+def _digest_of(read: ReadSlab, offset: int, nbytes: int) -> bytes:
+    starts = range(0, nbytes, CHUNK_BYTES)
+    chunks = (read(offset + at, min(CHUNK_BYTES, nbytes - at)) for at in starts)
+    return tensor_digest(b"".join(map(chunk_digest, chunks)))
+
+
+def _reader_of(memory: memoryview) -> ReadSlab:
+    return lambda offset, nbytes: memory[offset : offset + nbytes]
 
 
 def stamp_files(folder: int, files: WeightFiles, path: str) -> list[FileStamp]:

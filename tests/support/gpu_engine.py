@@ -13,7 +13,7 @@ from typing import Any
 
 from broker.checkpoints.identity import slab_identity
 from broker.devices.libraries import OVERRIDES
-from engine_client import WeightSet, mapping
+from engine_client import mapping
 from tests.support.engine import ToldEngine, obey
 
 
@@ -37,13 +37,8 @@ class GpuEngine(ToldEngine):
             self.client.close()
 
     def identity(self, keep: str = "w") -> str:
-        return slab_identity(
-            self.weights[keep].manifest, memoryview(self._read(self.weights[keep]))
-        )
-
-    def _read(self, weights: WeightSet) -> bytes:
-        mapped = weights._lease.mapping
-        return self.client._device.read(mapped, 0, mapped.nbytes)
+        weights = self.weights[keep]
+        return slab_identity(weights.manifest, weights.read)
 
     def address(self, keep: str = "w") -> int:
         return self.weights[keep]._lease.mapping.address
