@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
 
 from broker.devices.base import Device, DeviceError, DeviceOutOfMemory
 from broker.errors import InternalError, OverBudget, UsageError
@@ -212,7 +213,7 @@ def _entries(source: Module | Mapping[str, Tensor]) -> Iterator[_Entry]:
                 f"{type(tensor).__name__}"
             )
         kind = "parameter" if isinstance(tensor, Parameter) else "tensor"
-        yield _entry(name, tensor.detach(), kind)
+        yield _entry(name, tensor, kind)
 
 
 def _module_entries(module: Module) -> Iterator[_Entry]:
@@ -220,10 +221,10 @@ def _module_entries(module: Module) -> Iterator[_Entry]:
     for path, at in walk(module):
         for key, parameter in at._parameters.items():  # noqa: SLF001 - with the others' names
             if parameter is not None:
-                yield _entry(path + key, parameter.data, "parameter")
+                yield _entry(path + key, parameter, "parameter")
         for key, buffer in at._buffers.items():  # noqa: SLF001
             if buffer is not None:
-                yield _entry(path + key, buffer.detach(), _buffer_kind(at, key))
+                yield _entry(path + key, buffer, _buffer_kind(at, key))
 
 
 def _buffer_kind(owner: Module, key: str) -> str:
@@ -232,9 +233,13 @@ def _buffer_kind(owner: Module, key: str) -> str:
 
 
 def _entry(name: str, tensor: Tensor, kind: str) -> _Entry:
-    if _fault(tensor):
+    if is_lazy(tensor):
         return _Entry(name, tensor, kind, 0, 0)
-    plain = tensor.resolve_conj().resolve_neg()
+    # Of a Parameter's own class only the values are published, not what the class makes of them.
+    values = tensor.data if isinstance(tensor, Parameter) else tensor.detach()
+    if _fault(values):
+        return _Entry(name, values, kind, 0, 0)
+    plain = values.resolve_conj().resolve_neg()
     item = plain.element_size()
     begin = int(plain.storage_offset()) * item
     extent = storage_extent(list(plain.shape), list(plain.stride()), item)
@@ -254,7 +259,8 @@ def _refuse_unpublishable(entries: list[_Entry]) -> None:
 
 def _fault_of(entry: _Entry) -> str:
     fault = _fault(entry.tensor)
-    if not fault and entry.end > entry.tensor.untyped_storage().nbytes():
+    has_bytes = not fault and entry.begin < entry.end
+    if has_bytes and entry.end > entry.tensor.untyped_storage().nbytes():
         fault = "its storage is smaller than the tensor"
     return fault or ("" if _is_text(entry.name) else "its name is not valid Unicode")
 
@@ -269,6 +275,8 @@ def _is_text(name: str) -> bool:
 
 def _fault(tensor: Tensor) -> str:
     """Why a tensor's storage is not all there is to it, or "" if it is."""
+    if is_lazy(tensor):
+        return "it has not been initialised"
     if tensor.is_meta:
         return "it is on meta and has no values"
     if tensor.layout is not torch.strided:

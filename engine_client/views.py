@@ -361,11 +361,11 @@ class SlabTensors:
 def address_of(tensor: torch.Tensor) -> int:
     """Where a tensor's first element lies; 0 for one that has no memory here.
 
-    Meta, fake, wrapper and sparse tensors have none, and torch says so by raising.
+    Meta, fake, wrapper, sparse and uninitialised tensors have none, and torch says so by raising.
     """
     try:
         return tensor.data_ptr()
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         return 0
 
 
