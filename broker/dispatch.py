@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -24,7 +23,7 @@ from broker.errors import (
 )
 from broker.logs import log_event
 from broker.reporting import status_report
-from broker.requests import Ticket, answer
+from broker.requests import RequestKey, Ticket, answer, request_key
 from broker.store import check_manifest
 
 if TYPE_CHECKING:
@@ -56,7 +55,8 @@ class Dispatcher:
         except BrokerError as error:
             self._refuse(routing, frames, error)
             return
-        if session is not None and self._is_repeated(routing, session, request, message):
+        key = request_key(session, request)
+        if key is not None and self._is_repeated(key, routing, request.envelope):
             return
         ticket = self._broker.tickets.open(
             request.operation,
@@ -64,6 +64,7 @@ class Dispatcher:
             routing=routing,
             envelope=request.envelope,
             nbytes=len(request.payload),
+            key=key,
         )
         try:
             self._broker.perform(self._decide(ticket, message))
@@ -96,21 +97,17 @@ class Dispatcher:
             cause=error.sentence,
         )
 
-    def _is_repeated(
-        self, routing: bytes, session: int, request: wire.Frames, message: wire.Message
-    ) -> bool:
-        """A request that came already, on a conversation which its session has lost since.
+    def _is_repeated(self, key: RequestKey, routing: bytes, envelope: tuple[bytes, ...]) -> bool:
+        """A request that came already, perhaps on a conversation which its session has lost since.
 
         It is not decided again: its answer goes to the new one.
         """
-        ticket = self._broker.tickets.find(session, request.envelope)
-        if ticket is None or ticket.routing == routing or ticket.operation != request.operation:
+        if not self._broker.tickets.is_repeated(key, routing, envelope):
             return False
-        ticket.routing = routing
-        what = _delivered_for(message)
-        if what:
-            with contextlib.suppress(BadRequest):  # it was not sent again
-                os.close(self._take(ticket, what))
+        session, request, _said = key
+        self._broker.books.counters["requests_repeated"] += 1
+        self._broker.peers[session].discard(request)
+        self._broker.retry_later()
         return True
 
     def _check_size(self, frames: list[bytes]) -> None:
@@ -237,6 +234,7 @@ class Dispatcher:
                     self.untie(session)
                 self._session_of[ticket.routing] = session
                 self._routing_of[session] = ticket.routing
+                broker.tickets.move(session, ticket.routing)
                 return wire.Welcomed(session, broker.epoch, sorted(broker.devices))
         raise StaleEpoch("the session token is not of this broker: it restarted; connect again")
 
@@ -330,15 +328,3 @@ class Dispatcher:
         if routing is not None:
             payload = wire.encode(event)
             self._broker.conversation.tell(routing, [b"", wire.EVENT.encode(), payload])
-
-
-def _delivered_for(message: wire.Message) -> str:
-    """What kind of descriptor goes ahead of the request; "" if none does."""
-    match message:
-        case wire.Acquire(source=source) if source is not None:
-            return "source"
-        case wire.Load():
-            return "code"
-        case wire.Reserve():
-            return "manifest"
-    return ""

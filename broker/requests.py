@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import msgspec
 
@@ -16,6 +17,15 @@ from broker.limits import DEFAULTS, Limits
 
 WAITING = frozenset({"acquire", "claim", "load"})
 """Operations that may wait for somebody else, for as long as that takes."""
+DONE_ANEW = frozenset({"ping", "status", "hello", "report"})
+"""Operations that may as well be done again if they come again."""
+REMEMBERED = 256
+"""Answers remembered for each session: more than its threads can be waiting for."""
+MAX_REMEMBERED_BYTES = 16 * 1024
+"""Of one answer. None is longer, but the odd error's."""
+
+RequestKey: TypeAlias = tuple[int, bytes, int]
+"""Session, request id, and a hash of what it says: one id for two requests is no repetition."""
 
 
 @dataclass
@@ -33,18 +43,24 @@ class Ticket:
     session: int | None
     nbytes: int = 0
     """Of its payload."""
+    key: RequestKey | None = None
     source: int | None = None
     on_reply: Callable[[msgspec.Struct | BrokerError], None] | None = None
 
 
 class Tickets:
-    """All requests under way, each answered exactly once or dropped with its session."""
+    """All requests under way, each answered exactly once or dropped with its session.
+
+    When a conversation breaks, an engine cannot know which of its requests, or of their answers,
+    have arrived, and sends them again: such a request is done once, and answered as often as asked.
+    """
 
     def __init__(self, conversation: Conversation, limits: Limits = DEFAULTS) -> None:
         self._conversation = conversation
         self._limits = limits
         self._open: dict[int, Ticket] = {}
-        self._by_envelope: dict[tuple[int, tuple[bytes, ...]], Ticket] = {}
+        self._by_key: dict[RequestKey, Ticket] = {}
+        self._answers: dict[int, dict[RequestKey, list[bytes]]] = {}
         self._use: dict[int, _Use] = {}
         self._total = _Use()
         self._numbers = itertools.count(1)
@@ -60,15 +76,17 @@ class Tickets:
         routing: bytes = b"",
         envelope: tuple[bytes, ...] = (),
         nbytes: int = 0,
+        key: RequestKey | None = None,
         on_reply: Callable[[msgspec.Struct | BrokerError], None] | None = None,
     ) -> Ticket:
         """A ticket for a request that is about to be decided."""
+        number = next(self._numbers)
         ticket = Ticket(
-            next(self._numbers), routing, envelope, operation, session, nbytes, on_reply=on_reply
+            number, routing, envelope, operation, session, nbytes, key, on_reply=on_reply
         )
-        self._open[ticket.number] = ticket
-        if session is not None and envelope:
-            self._by_envelope[session, envelope] = ticket
+        self._open[number] = ticket
+        if key is not None:
+            self._by_key[key] = ticket
         if session is not None:
             for use in (self._use.setdefault(session, _Use()), self._total):
                 use.add(ticket, 1)
@@ -96,9 +114,23 @@ class Tickets:
                     value=allowed,
                 )
 
-    def find(self, session: int, envelope: tuple[bytes, ...]) -> Ticket | None:
-        """The latest request of a session with this envelope that is still open."""
-        return self._by_envelope.get((session, envelope))
+    def is_repeated(self, key: RequestKey, routing: bytes, envelope: tuple[bytes, ...]) -> bool:
+        """Whether this very request has come before; it is, or will be, answered at `routing`."""
+        ticket = self._by_key.get(key)
+        if ticket is not None:
+            ticket.routing = routing
+            return True
+        frames = self._answers.get(key[0], {}).get(key)
+        if frames is None:
+            return False
+        self._conversation.reply(routing, [*envelope, *frames])
+        return True
+
+    def move(self, session: int, routing: bytes) -> None:
+        """The session has another conversation from now on: its answers go there."""
+        for ticket in self._open.values():
+            if ticket.session == session:
+                ticket.routing = routing
 
     def get(self, number: int) -> Ticket | None:
         return self._open.get(number)
@@ -111,7 +143,16 @@ class Tickets:
         if ticket.on_reply is not None:
             ticket.on_reply(body)
             return
-        self._conversation.reply(ticket.routing, [*ticket.envelope, *answer(body)])
+        frames = answer(body)
+        self._remember(ticket, frames)
+        self._conversation.reply(ticket.routing, [*ticket.envelope, *frames])
+
+    def _remember(self, ticket: Ticket, frames: list[bytes]) -> None:
+        if ticket.key is not None and len(frames[-1]) <= MAX_REMEMBERED_BYTES:
+            answers = self._answers.setdefault(ticket.key[0], {})
+            answers[ticket.key] = frames
+            if len(answers) > REMEMBERED:
+                del answers[next(iter(answers))]
 
     def tell(self, number: int, body: msgspec.Struct) -> None:
         """A progress message ahead of the answer; dropped if the peer does not read."""
@@ -124,6 +165,7 @@ class Tickets:
         """Its process is gone: nobody is left to answer."""
         for ticket in [ticket for ticket in self._open.values() if ticket.session == session]:
             self._close(ticket.number)
+        self._answers.pop(session, None)
 
     def reply_all(self, error: BrokerError) -> None:
         for number in list(self._open):
@@ -133,12 +175,11 @@ class Tickets:
         ticket = self._open.pop(number, None)
         if ticket is None:
             return None
+        if ticket.key is not None and self._by_key.get(ticket.key) is ticket:
+            del self._by_key[ticket.key]
         if ticket.source is not None:
             os.close(ticket.source)
         if ticket.session is not None:
-            key = (ticket.session, ticket.envelope)
-            if self._by_envelope.get(key) is ticket:
-                del self._by_envelope[key]
             self._total.add(ticket, -1)
             self._use[ticket.session].add(ticket, -1)
             if not self._use[ticket.session].requests:
@@ -159,6 +200,13 @@ class _Use:
         self.nbytes += sign * ticket.nbytes
         if ticket.operation in WAITING:
             self.waiting += sign
+
+
+def request_key(session: int | None, request: wire.Frames) -> RequestKey | None:
+    """By what a repetition of the request is known; None if it may as well be done again."""
+    if session is None or not request.envelope or request.operation in DONE_ANEW:
+        return None
+    return session, request.envelope[0], hash((request.operation, request.payload))
 
 
 def answer(body: msgspec.Struct | BrokerError) -> list[bytes]:

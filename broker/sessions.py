@@ -136,6 +136,14 @@ class SessionPeer:
             raise BadRequest(f"the {what}'s descriptor did not arrive on the session socket first")
         return descriptor
 
+    def discard(self, request: bytes) -> None:
+        """What was delivered for this request a second time is not needed."""
+        for _ in range(MAX_AHEAD):
+            if not self._receive():
+                break
+        for key in [key for key in self._delivered if key[0] == request]:
+            os.close(self._delivered.pop(key))
+
     def close(self, *, end: bool = True) -> None:
         """Close the socket without calling `on_end`. Idempotent.
 

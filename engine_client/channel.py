@@ -8,25 +8,24 @@ and claims go by ids that the engine chose.
 
 from __future__ import annotations
 
-import array
 import itertools
 import logging
 import os
-import queue
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from broker import wire
 from broker.errors import BrokerError, BrokerLost, InternalError, NoSession, from_payload
 from broker.sessions import receive_packet
+from engine_client.calls import Call, close_all, send_packet
 
 log = logging.getLogger("weight-broker.client")
 
@@ -38,26 +37,6 @@ HELLO_SECONDS = 1.0
 LAST_REPLIES_SECONDS = 0.1
 _HELLO = b"hello"
 """Request id of the `hello` that resumes a session; others have 8 bytes."""
-
-
-@dataclass(eq=False)
-class Call:
-    """Something said to the broker, until it is settled.
-
-    Attributes:
-        packet, descriptor: sent first on the session socket; the call owns the descriptor.
-        frames: the request, its id first; None for an `attach`, which is a packet alone.
-        lease: what an `attach` is for.
-        arrived: what came, as (status, payload); None if nobody waits for it.
-    """
-
-    packet: bytes | None = None
-    descriptor: int | None = None
-    frames: list[bytes] | None = None
-    lease: str = ""
-    arrived: queue.SimpleQueue[tuple[str, Any]] | None = field(default_factory=queue.SimpleQueue)
-    settled: bool = False
-    packet_sent: bool = False
 
 
 class Channel:
@@ -83,6 +62,7 @@ class Channel:
         self._dealer.set(zmq.IMMEDIATE, 1)
         self._dealer.set(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._dealer.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
+        self._monitor = self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._dealer.connect(f"ipc://{router}")
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_closed = False
@@ -204,6 +184,7 @@ class Channel:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
         try:
             while self.end is None:
                 blocked_on = self._flush()
@@ -214,6 +195,8 @@ class Channel:
                 ready = dict(poller.poll(self._hello_again()))
                 if self._wake in ready:
                     os.eventfd_read(self._wake)
+                if self._monitor in ready:
+                    self._on_disconnected()
                 # Replies first: an answer that came before the broker's end still counts.
                 self._receive_replies()
                 if self._connection.fileno() in ready and self.end is None:
@@ -224,11 +207,19 @@ class Channel:
             self.finish(BrokerLost("the connection to the broker ended"))
             self._dispose()
 
+    def _on_disconnected(self) -> None:
+        """The server died, or has cut this conversation: what it was told, it may not know."""
+        while self._monitor.poll(0):
+            recv_monitor_message(self._monitor)
+        self._resume()
+
     def _dispose(self) -> None:
         with self._lock:
             for call in [*self._calls.values(), *self._attaches.values()]:
                 self._forget(call)
         self._outgoing.clear()
+        self._dealer.disable_monitor()
+        self._monitor.close(linger=0)
         self._dealer.close()
         self._context.term()
         self._connection.close()
@@ -386,23 +377,6 @@ class Channel:
             for call in [*self._attaches.values(), *self._calls.values()]:
                 call.packet_sent = False
                 self._outgoing.append(call)
-
-
-def send_packet(connection: socket.socket, packet: bytes, descriptors: Sequence[int]) -> bool:
-    """Send one packet without blocking; False if the socket is full. Descriptors are borrowed."""
-    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors).tobytes())
-    try:
-        connection.sendmsg([packet], [rights] if descriptors else [])
-    except BlockingIOError:
-        return False
-    except (BrokenPipeError, ConnectionResetError):
-        return True  # end-of-file follows and ends the session
-    return True
-
-
-def close_all(descriptors: Sequence[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 def guarded(callback: Callable[..., None], *arguments: Any) -> None:

@@ -22,7 +22,8 @@ from broker import wire
 from broker.devices.base import Canary
 from broker.errors import BadRequest, BrokerError, BrokerLost, StaleEpoch, UsageError, from_payload
 from broker.rundir import broker_not_found, find_brokers
-from engine_client.channel import Call, Channel, close_all
+from engine_client.calls import Call, close_all
+from engine_client.channel import Channel
 from engine_client.deadline import Deadline
 
 T = TypeVar("T", bound=msgspec.Struct)

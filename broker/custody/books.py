@@ -208,10 +208,13 @@ class Books(Restoring):
 
         Raises:
             BadRequest: no such lease or claim, or the claim has no memory yet.
+            StaleEpoch: the claim has ended with an earlier server.
         """
         record = self.sessions[session]
         if lease in record.leases:
             return self.sets[record.leases[lease]], False
         if lease in record.claims and self.sets[record.claims[lease]].state is State.WRITING:
             return self.sets[record.claims[lease]], True
+        if record.taken_over and lease not in record.claims:
+            raise self._no_claim(session, lease)
         raise BadRequest(f"attach: this session holds no lease or reserved claim {lease!r}")
