@@ -350,9 +350,9 @@ class Ledger:
         """The label that is wanted, or a number no generation of the line has ever had."""
         if wanted is None or self._labelled(line, wanted) is not None:
             self._numbers[line] += 1
-            self._forget_a_number()
-            return str(self._numbers[line])
+            wanted = str(self._numbers[line])
         self._note_number(line, wanted)
+        self._forget_a_number()
         return wanted
 
     def _forget_a_number(self) -> None:
