@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from tests.fake_driver.fixtures import VENDORS, fake_libraries, library_of
 from tests.processes.conftest import brokers, private_directory
 from tests.support.clock import eventually
 from tests.support.gpu_node import CANARY, TOTAL, FakeNode, GpuEngine
-from tests.support.processes import RIGHT_SECONDS, Engine, RunningBroker
+from tests.support.processes import RIGHT_SECONDS, ROOT, Engine, RunningBroker
 from tests.support.stored import small_checkpoint
 
 __all__ = ["fake_libraries"]  # a fixture of this file's tests
@@ -218,6 +220,25 @@ def test_a_new_server_has_the_canaries(
     assert first.ask("identity") == second.ask("identity") == granted["checkpoint"]
     for engine in pair:
         engine.ask("release")
+
+
+@nvidia_only
+def test_verify_reads_what_is_on_the_device(
+    node: FakeNode, served: RunningBroker, pair: tuple[GpuEngine, GpuEngine], tmp_path: Path
+) -> None:
+    """The command maps the weights as an engine does and digests them."""
+    granted = pair[0].ask("acquire", path=str(small_checkpoint(tmp_path)))
+    done = subprocess.run(
+        [sys.executable, "-m", "broker", "verify", "--dir", str(served.directory)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(node.site), **node.environ()},
+        check=False,
+    )
+    size, identity = granted["nbytes"], granted["checkpoint"]
+    assert done.stdout == f"set {granted['set']}: {size} bytes, {identity}: as loaded\n"
+    pair[0].ask("release")
 
 
 # --- what is refused ----------------------------------------------------------------------------
