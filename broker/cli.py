@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     publish.add_argument("path", help="a folder, or one safetensors file")
     publish.add_argument("--name", required=True, dest="line", help="whose new generation it is")
     publish.add_argument("--generation", help="its label (default: the next number)")
-    publish.add_argument("--device", help="UUID, if the broker serves several devices")
+    publish.add_argument("--device", metavar="UUID", help="if the broker serves several devices")
     pin = _add(commands, "pin", _pin, "keep weight sets although nobody leases them")
     unpin = _add(commands, "unpin", _unpin, "the opposite of pin")
     for command in (pin, unpin):
@@ -217,7 +217,7 @@ def _publish(options: argparse.Namespace) -> int:
         options.path,
         options.line,
         generation=options.generation,
-        device=_devices(options),
+        device=options.device,
     )
 
 
