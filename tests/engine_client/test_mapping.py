@@ -12,8 +12,8 @@ import pytest
 
 from broker import wire
 from broker.devices import open_device, open_devices
-from broker.devices.base import Canary, Device, DeviceError
-from broker.devices.roundtrip import prove_sharing
+from broker.devices.base import Canary, Device, DeviceError, Segment
+from broker.devices.roundtrip import PATTERN_BYTES, _pattern
 from broker.devices.simulated import SimulatedDevice
 from broker.errors import InternalError, UnsupportedPlatformForIPCError
 from broker.weights import WeightKey
@@ -74,9 +74,15 @@ def device(fake: FakeDriver) -> Device:
 
 @pytest.fixture
 def canary(device: Device) -> Iterator[Canary]:
-    canary = prove_sharing(device.properties.uuid)
-    yield canary
-    os.close(canary.descriptor)
+    """As the writer of a round trip leaves it."""
+    slab = device.create(GRANULE)
+    with device.open_writer(slab, GRANULE, buffers=1) as writer:
+        for offset in (0, GRANULE - PATTERN_BYTES):
+            buffer = writer.buffer()
+            buffer.view[:PATTERN_BYTES] = _pattern("seed")
+            writer.submit(buffer, [Segment(0, PATTERN_BYTES, offset)])
+    yield Canary(slab, GRANULE, "seed")
+    os.close(slab)
 
 
 def compare(canary: Canary, device: Device) -> CanarySession:
