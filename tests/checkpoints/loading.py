@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,8 @@ class ObservedWriter(SlabWriter):
 
     def __init__(self, inner: SlabWriter, at: int, action: Callable[[], None]) -> None:
         self.inner = inner
-        self.submitted = 0
+        self._submitted = 0
+        self._lock = threading.Lock()
         self._at = at
         self._action = action
 
@@ -84,9 +86,11 @@ class ObservedWriter(SlabWriter):
         return self.inner.buffer()
 
     def submit(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> None:
-        self.submitted += 1
+        with self._lock:
+            self._submitted += 1
+            number = self._submitted
         self.inner.submit(buffer, segments)
-        if self.submitted == self._at:
+        if number == self._at:
             self._action()
 
     def close(self) -> None:
