@@ -235,7 +235,8 @@ def test_broker_is_found(tmp_path: Path) -> None:
     directory.mkdir(parents=True, mode=0o700)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as bound:
         bound.bind(str(directory / "x.session"))
-        assert find_brokers("x", environ={}, uid=UID, root=tmp_path) == [BrokerPaths(directory, "x")]
+        found = find_brokers("x", environ={}, uid=UID, root=tmp_path)
+        assert found == [BrokerPaths(directory, "x")]
 
 
 def test_broker_is_not_found(tmp_path: Path) -> None:
