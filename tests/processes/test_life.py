@@ -14,7 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import BrokerLost, BrokerNotFound, Busy, ProtocolMismatch, ShuttingDown
+from broker.errors import (
+    BadRequest,
+    BrokerLost,
+    BrokerNotFound,
+    Busy,
+    ProtocolMismatch,
+    ShuttingDown,
+)
 from broker.platform import platform_steps
 from engine_client import Checkpoint, EngineClient
 from engine_client.session import connect
@@ -155,10 +162,18 @@ def test_client_without_a_gpu_opens_no_socket(broker: RunningBroker) -> None:
     assert "session-opened" not in broker.log.read_text()
 
 
-def test_client_on_another_platform(broker: RunningBroker) -> None:
-    """Only who asks for the simulated device by name gets it: a broker of it serves nobody else."""
+def test_clients_that_are_not_served(broker: RunningBroker) -> None:
+    """One on another platform is refused by the broker; one that finds the directory open to others
+    does not even connect."""
     with pytest.raises(ProtocolMismatch, match=r"simulated.*cuda"):
         connect("default", broker.directory, platform="cuda")
+    opened = broker.log.read_text().count("session-opened")
+    broker.directory.chmod(0o755)
+    with pytest.raises(BadRequest, match="open to others"):
+        broker.client()
+    broker.directory.chmod(0o700)
+    assert broker.log.read_text().count("session-opened") == opened
+    broker.client().close()
 
 
 # --- preload and systemd ------------------------------------------------------------------------

@@ -12,7 +12,7 @@ T = TypeVar("T")
 SCALE = float(os.environ.get("WEIGHT_BROKER_TEST_SCALE", "1"))
 """Raise it on a slow machine: every limit of every test grows with it."""
 
-_POLL_SECONDS = 0.005
+_POLL_SECONDS = 0.01
 
 
 def eventually(condition: Callable[[], T], seconds: float, what: str) -> T:
