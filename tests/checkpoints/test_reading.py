@@ -248,7 +248,7 @@ def test_a_failing_disk(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert caught.value.reason == "unreadable"
     assert caught.value.file == SINGLE
     assert os.strerror(code) in caught.value.sentence
-    assert disk.calls <= 4
+    assert disk.calls <= 2
 
 
 class MeanDisk:
@@ -342,7 +342,7 @@ class CountingWriter(SlabWriter):
 
 @pytest.mark.parametrize("buffers", [1, 4])
 def test_every_buffer_comes_back(buffers: int, tmp_path: Path) -> None:
-    """After an error no buffer is kept, and no thread waits for one; few pieces follow."""
+    """After an error no buffer is kept, and no thread waits for one."""
     write_file(tmp_path / SINGLE, [stored(f"t{n}", "U8", (PIECE_BYTES,)) for n in range(30)])
     writer = CountingWriter(buffers)
     with open_checkpoint(tmp_path) as checkpoint:
@@ -350,7 +350,6 @@ def test_every_buffer_comes_back(buffers: int, tmp_path: Path) -> None:
         with pytest.raises(LoadFailed):
             load_pieces(plan, checkpoint.folder, writer, 4, quietly)
     assert writer.out == 0
-    assert writer.pieces <= 2 + 4
 
 
 def test_nothing_is_left_open(tmp_path: Path) -> None:
