@@ -35,9 +35,9 @@ from broker.limits import Limits, descriptor_limit
 from broker.logs import log_event
 from broker.loop import HUNG_UP, READ, Loop
 
-WINDOW_SECONDS = 0.02
+WINDOW_SECONDS = 0.01
 """Arrivals are looked at so often while there are any, and not at all while there are none."""
-PATIENCE_SECONDS = 0.06
+PATIENCE_SECONDS = 0.04
 """An honest request, 256 KiB at most, takes a fraction of a millisecond to arrive."""
 UNREAD_SECONDS = 1.0
 """What was sent so long ago and has left its queue was read."""
@@ -59,6 +59,7 @@ class Connection:
         copy: a descriptor of our own of the same socket.
         routing: the routing id of its requests, once one has come.
         requests: how many have come out of it.
+        surplus: frames above the limit that they had.
         unfinished_since: when data arrived that is no whole request yet; None: there is none.
     """
 
@@ -67,11 +68,18 @@ class Connection:
     peer: Credentials
     routing: bytes = b""
     requests: int = 0
+    surplus: int = 0
     unfinished_since: float | None = None
+    is_admitted: bool = False
     seen: int = field(default=0, repr=False)
     told_at: float | None = field(default_factory=time.monotonic, repr=False)
     """When something was sent to it (at first libzmq's greeting) that it may not have read yet:
     that it reads looks as if it had sent something."""
+
+    @property
+    def address(self) -> str:
+        """As libzmq's authentication calls the peer."""
+        return f"{self.peer.uid}:{self.peer.gid}:{self.peer.pid}"
 
 
 class Connections:
@@ -84,6 +92,7 @@ class Connections:
     def __init__(
         self,
         loop: Loop,
+        context: zmq.Context[zmq.Socket[bytes]],
         router: zmq.Socket[bytes],
         path: Path,
         access: Access,
@@ -98,6 +107,7 @@ class Connections:
         self._limits = limits
         self._counters = counters
         self._on_cut = on_cut
+        self._doorman = Doorman(context, router, loop, self._admit)
         self._monitor = router.get_monitor_socket(MONITORED)
         self._by_number: dict[int, Connection] = {}
         self._by_copy: dict[int, Connection] = {}
@@ -122,6 +132,7 @@ class Connections:
         """Let go of every copy; libzmq closes its own."""
         self._loop.remove(self._arrivals.fileno())
         self._loop.remove(self._monitor_number())
+        self._doorman.close()
         self._router.disable_monitor()
         self._monitor.close()
         for connection in list(self._by_copy.values()):
@@ -199,10 +210,19 @@ class Connections:
         # Data that was read already is no EPOLLIN any more, but its arrival is an event, and with
         # EPOLLOUT in the mask it is reported.
         self._arrivals.register(copy.fileno(), select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
-        refusal = self._refusal(connection)
-        if refusal:
-            self._counters["connections_refused"] += 1
-            self._end(connection, "connection-refused", refusal)
+
+    def _admit(self, peer: str) -> bool:
+        """May a process (`uid:gid:pid`) that has just connected go on? Else it is cut off."""
+        self._listen()
+        for connection in list(self._by_copy.values()):
+            if not connection.is_admitted and connection.address == peer:
+                refusal = self._refusal(connection)
+                if not refusal:
+                    connection.is_admitted = True
+                    return True
+                self._counters["connections_refused"] += 1
+                self._end(connection, "connection-refused", refusal)
+        return False
 
     def _refusal(self, connection: Connection) -> str:
         """Why the connection cannot stay; "" if it can."""
@@ -316,6 +336,52 @@ class Connections:
                     f"its request did not end, {grown} bytes of memory went into such requests "
                     f"{self._limits.reached('stream_bytes')}",
                 )
+
+
+class Doorman:
+    """Answers libzmq's question for every new connection, before anything it sends is read.
+
+    By ZAP (ZeroMQ RFC 27), over an inproc socket: libzmq holds a connection back until it has its
+    answer. The address it gives of a peer on a Unix socket is `localhost:uid:gid:pid`. A refusal is
+    no answer, since libzmq's clients never come back after one; whoever is asked cuts the
+    connection instead.
+
+    Args:
+        admits: asked with `uid:gid:pid`.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        router: zmq.Socket[bytes],
+        loop: Loop,
+        admits: Callable[[str], bool],
+    ) -> None:
+        self._loop = loop
+        self._admits = admits
+        self._socket = context.socket(zmq.ROUTER)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.bind("inproc://zeromq.zap.01")
+        router.set(zmq.ZAP_DOMAIN, b"weight-broker")
+        self._number = int(self._socket.getsockopt(zmq.FD))
+        loop.add(self._number, READ, lambda _events: self._answer())
+        loop.call_soon_threadsafe(self._answer)
+
+    def _answer(self) -> None:
+        while not self._socket.closed:
+            try:
+                asker, empty, version, request, _domain, address, *_rest = (
+                    self._socket.recv_multipart(zmq.DONTWAIT)
+                )
+            except zmq.Again:
+                return
+            if self._admits(address.decode().partition(":")[2]):
+                answer = [asker, empty, version, request, b"200", b"", b"", b""]
+                self._socket.send_multipart(answer, zmq.DONTWAIT)
+
+    def close(self) -> None:
+        self._loop.remove(self._number)
+        self._socket.close()
 
 
 class Memory:

@@ -20,7 +20,7 @@ from broker.limits import Limits
 from broker.logs import log_event
 from broker.loop import Loop
 
-RECEIVE_HIGH_WATER = 64
+RECEIVE_HIGH_WATER = 8
 """Requests of one connection that libzmq reads ahead; the rest waits in its socket."""
 SEND_HIGH_WATER = 256
 """A peer that does not run for a minute is due 240 progress messages. Its own side takes some
@@ -29,7 +29,7 @@ RETRY_SECONDS = 0.02
 SKIP_BATCH = 2000
 """Frames above the limit that are thrown away in one turn: some milliseconds."""
 CUT_FRAMES = 16_384
-"""A request of more frames is no mistake: its connection is cut off."""
+"""More frames above the limit, in all of a connection's requests, are no mistake: it is cut off."""
 
 
 @dataclass
@@ -83,17 +83,13 @@ class Conversation:
         # Above the limit, so that an honest mistake is answered with a sentence. libzmq drops the
         # connection of a larger frame.
         self._router.set(zmq.MAXMSGSIZE, 2 * limits.frame_bytes)
-        if access.gid is None:  # else connections.py, which knows supplementary groups, decides
-            for uid in {0, access.uid}:
-                self._router.set(zmq.IPC_FILTER_UID, uid)
         self.connections = Connections(
-            loop, self._router, path, access, limits, self.counters, self._on_cut
+            loop, self._context, self._router, path, access, limits, self.counters, self._on_cut
         )
         self._router.set(zmq.USE_FD, listener.detach())
         self._router.bind(f"ipc://{path}")
         self._unsent: dict[bytes, _Unsent] = {}
         self._skipping: bytes | None = None
-        self._skipped = 0
 
     def fileno(self) -> int:
         """ZeroMQ's own descriptor: edge-triggered, so drain until `receive` says None."""
@@ -120,7 +116,7 @@ class Conversation:
             frames.append(frame.bytes)
         while self._router.getsockopt(zmq.RCVMORE):
             if len(frames) > self._limits.frames:
-                self._skipping, self._skipped = routing, 0
+                self._skipping = routing
                 break
             frames.append(self._router.recv(zmq.DONTWAIT))
         else:
@@ -136,14 +132,16 @@ class Conversation:
     def _skip(self) -> bool:
         """Drop frames of the request that has too many; true if some may remain."""
         routing = self._skipping or b""
+        connection = self.connections.of(routing)
         for _ in range(SKIP_BATCH):
             if not self._router.recv(zmq.DONTWAIT, copy=False).more:
                 self._skipping = None
                 self.connections.finished(routing)
                 return False
-            self._skipped += 1
-            if self._skipped == CUT_FRAMES:
-                self.cut(routing, f"a request of more than {CUT_FRAMES} frames")
+            if connection is not None:
+                connection.surplus += 1
+        if connection is not None and connection.surplus > CUT_FRAMES:
+            self.cut(routing, f"its requests had over {CUT_FRAMES} frames more than they may have")
         return True
 
     def reply(self, routing: bytes, frames: list[bytes]) -> None:

@@ -86,7 +86,7 @@ class Limits:
         64, "packets", "session packets kept for a peer that does not read, before its session ends"
     )
     stream_bytes: int = _limit(
-        16 << 20,
+        8 << 20,
         "bytes",
         "memory that may go into requests whose end does not come, before their peers are cut off",
         least=1 << 20,
