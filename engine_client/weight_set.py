@@ -241,6 +241,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         """
         from engine_client.sleeping import put_to_sleep
 
+        self._lease.check_process()  # a forked child may find the lock held for ever
         with self._lock:
             self._check_process_and_lease()
             if not self._lease.is_asleep:
@@ -261,6 +262,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         """
         from engine_client.sleeping import wake_up
 
+        self._lease.check_process()  # a forked child may find the lock held for ever
         with self._lock:
             self._check_process_and_lease()
             if self._lease.is_asleep:
@@ -309,6 +311,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
             self._slab.close()
 
     def _tensors(self) -> SlabTensors:
+        self._lease.check_process()
         with self._lock:
             self._check_held()
             if self._slab is None:

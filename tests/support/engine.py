@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -98,18 +99,32 @@ class ToldEngine:
     # --- children -------------------------------------------------------------------------
 
     def fork(self, keep: str = "w") -> dict[str, Any]:
-        """Fork a child that tries everything a client can do, says how it went, and lives on."""
+        """Fork a child that tries everything a client can do, says how it went, and lives on.
+
+        At that moment another thread is inside the client, and so for ever in the child.
+        """
         reader, writer = os.pipe()
+        inside, leave = threading.Event(), threading.Event()
+        thread = threading.Thread(target=self._stay_inside, args=(inside, leave))
+        thread.start()
+        inside.wait()
         child = os.fork()
         if child == 0:
             os.write(writer, json.dumps(self._tries_in_child(keep)).encode())
             os.close(writer)
             signal.pause()
             os._exit(0)
+        leave.set()
+        thread.join()
         os.close(writer)
         said = b"".join(iter(lambda: os.read(reader, 65536), b""))
         os.close(reader)
         return {"child": child, "tries": json.loads(said)}
+
+    def _stay_inside(self, inside: threading.Event, leave: threading.Event) -> None:
+        with self.client._session._channel._lock, self.client._lock:
+            inside.set()
+            leave.wait()
 
     def _tries_in_child(self, keep: str) -> dict[str, str]:
         weights = self.weights[keep]
