@@ -4,7 +4,8 @@
     python examples/two_engines.py --model PATH    # any checkpoint that transformers can build
 
 The processes are real: a broker, the loader it starts, three engines (this file run with
---engine) and one process that loads the checkpoint the ordinary way, to compare with.
+--engine) and one process that loads the checkpoint the ordinary way, to compare with. With a GPU
+all of them use it; without one they use the simulated device.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from broker import UnsupportedPlatformForIPCError, check_ipc_platform_support
+from broker.devices import open_devices
 from engine_client import Checkpoint, EngineClient, parameters_on_meta
 
 START_SECONDS = 60.0
@@ -47,10 +49,19 @@ def build(path: str) -> Any:
         return cls._from_config(config, dtype=config.dtype).eval()
 
 
-def load_ordinarily(path: str) -> Any:
+def load_ordinarily(path: str, where: str) -> Any:
     """What every engine does without a broker: read the checkpoint into memory of its own."""
     cls, _config = model_class(path)
-    return cls.from_pretrained(path, dtype="auto").eval()
+    return cls.from_pretrained(path, dtype="auto").eval().to(where)
+
+
+def torch_name(device: str) -> str:
+    """What torch calls the device, made ready for work: on a GPU that costs time and memory."""
+    import torch
+
+    name = "cpu" if device == "simulated" else "cuda"
+    torch.zeros(1, device=name)
+    return name
 
 
 def run(model: Any) -> Any:
@@ -80,12 +91,13 @@ def engine_main(options: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    where = torch_name(options.device)
     if options.engine == "ordinary":
         model_class(options.model)  # its code is imported before the clock starts
         _say(ready=True)
         input()
         began = time.perf_counter()
-        model = load_ordinarily(options.model)
+        model = load_ordinarily(options.model, where)
         seconds = time.perf_counter() - began
         torch.save(run(model), options.output)
         _say(seconds=seconds, how="ordinary load")
@@ -98,12 +110,15 @@ def engine_main(options: argparse.Namespace) -> None:
         weights = client.acquire(Checkpoint(options.model))
         weights.bind(model)
         seconds = time.perf_counter() - began
-        torch.save(run(model), options.output)
         _say(seconds=seconds, how=weights.how, nbytes=weights.nbytes)
-        for _line in sys.stdin:  # each further line asks for this engine's share of the memory
-            for tensor in weights.values():
-                tensor.sum()  # so that every page is in use here, also of rare tokens' embeddings
-            _say(share=weight_bytes())
+        input()
+        torch.save(run(model), options.output)
+        for tensor in weights.values():
+            tensor.sum()  # so that every page is in use here, also of rare tokens' embeddings
+        _say(ran=True)
+        input()
+        _say(share=weight_bytes())
+        sys.stdin.read()
 
 
 def _say(**facts: Any) -> None:
@@ -218,10 +233,27 @@ def let_load(engines: list[Process]) -> None:
         engine.facts = engine.hear()
 
 
-def measure_shares(engines: list[Process]) -> None:
-    for engine in engines:
-        engine.go()
-        engine.facts.update(engine.hear())
+def let_run(engines: list[Process]) -> None:
+    """Let each compute its output; then each says which share of the weights its memory holds."""
+    for _step in ("run", "measure"):
+        for engine in engines:
+            engine.go()
+            engine.facts.update(engine.hear())
+
+
+class Gauge:
+    """How much device memory has been taken since this was made; nothing on the simulated device.
+
+    Memory of a GPU belongs to no process that could be asked for its share, so what everybody
+    together takes is measured while nothing but weights is being allocated.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = None if device == "simulated" else open_devices(device)[0]
+        self._free = self._device.free_bytes() if self._device else 0
+
+    def taken(self) -> int | None:
+        return self._free - self._device.free_bytes() if self._device else None
 
 
 def kill_and_watch(engine: Process, folder: Path, device: str) -> str:
@@ -254,15 +286,19 @@ def largest_difference(one: Path, other: Path) -> float:
     return float(difference)
 
 
-def show(engines: list[Process], ordinary: Process, loads: int) -> None:
-    """The table. Every figure was measured in this run."""
+def show(engines: list[Process], ordinary: Process, loads: int, taken: int | None) -> None:
+    """The table. Every figure was measured in this run.
+
+    Args:
+        taken: device memory that became used while the engines loaded; None: each knows its share.
+    """
     size = engines[0].facts["nbytes"]
     print(f"\n{'process':<12}{'time to weights':>16}  {'how':<14}{'weights in it':>16}")
     for engine in engines:
-        share = f"{engine.facts['share'] / 1e6:.1f} MB"
+        share = f"{engine.facts['share'] / 1e6:.1f} MB" if taken is None else ""
         seconds = f"{engine.facts['seconds'] * 1000:.1f} ms"
         print(f"{engine.name:<12}{seconds:>16}  {engine.facts['how']:<14}{share:>16}")
-    total = sum(engine.facts["share"] for engine in engines)
+    total = sum(engine.facts["share"] for engine in engines) if taken is None else taken
     print(f"{'together':<12}{'':>16}  {'':<14}{total / 1e6:>13.1f} MB  ({total / size:.3f} copies)")
     print(f"{'ordinary':<12}{ordinary.facts['seconds'] * 1000:>13.1f} ms  {'a copy each':<14}")
     between = max(largest_difference(engines[0].output, e.output) for e in engines[1:])
@@ -281,18 +317,18 @@ def demonstrate(options: argparse.Namespace) -> None:
         [ordinary] = start(["ordinary"], options, device, folder)
         let_load([ordinary])
         ordinary.end()
-        cold = start(["engine-1", "engine-2"], options, device, folder)
-        let_load(cold)
-        warm = start(["engine-3"], options, device, folder)
-        let_load(warm)
-        engines = cold + warm
-        measure_shares(engines)
+        engines = start(["engine-1", "engine-2", "engine-3"], options, device, folder)
+        gauge = Gauge(device)
+        let_load(engines[:2])
+        let_load(engines[2:])
+        taken = gauge.taken()
+        let_run(engines)
         with EngineClient(device, directory=folder) as client:
             loads = client.status()["counters"]["loads_started"]
         death = kill_and_watch(engines[0], folder, device)
         for engine in engines[1:]:
             engine.end()
-        show(engines, ordinary, loads)
+        show(engines, ordinary, loads, taken)
         print(f"\n{death}")
 
 
