@@ -23,6 +23,7 @@ from broker.admin import (
     verify_sets,
 )
 from broker.config import BrokerConfig
+from broker.credentials import group_id
 from broker.device_names import AUTO
 from broker.errors import BrokerError
 from broker.limits import parse_limits, raise_descriptor_limit
@@ -132,6 +133,11 @@ def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="run loaders that engines ship (code of theirs, in a process of its own)",
     )
     serve.add_argument(
+        "--group",
+        metavar="NAME",
+        help="engines of this group's members may use the broker too (docs/security.md)",
+    )
+    serve.add_argument(
         "--limit",
         action="append",
         default=[],
@@ -174,6 +180,7 @@ def _serve(options: argparse.Namespace) -> int:
         allow_loaders=options.allow_loaders,
         loader_threads=options.loader_threads,
         limits=parse_limits(options.limit),
+        group=None if options.group is None else group_id(options.group),
     )
     broker = Broker(config)
     broker.stop_on_signals()

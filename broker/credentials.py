@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from broker.errors import BadRequest
 
 GROUP_VARIABLE = "WEIGHT_BROKER_GROUP"
+"""Set for an engine, or a command, that uses a broker which another user shares with this group."""
 _SO_PEERGROUPS = 59  # asm-generic/socket.h
 _MAX_GROUPS = 256
 """Python's `getsockopt` returns 1024 bytes at most."""
@@ -102,3 +103,13 @@ def group_id(name: str) -> int:
 def own_access(group: int | None = None) -> Access:
     """Our own user, and the group if one is given."""
     return Access(os.geteuid(), group)
+
+
+def trusted_group() -> int | None:
+    """The group whose brokers this process uses, from `$WEIGHT_BROKER_GROUP`; None: no others'.
+
+    Raises:
+        BadRequest: there is no such group.
+    """
+    name = os.environ.get(GROUP_VARIABLE)
+    return group_id(name) if name else None

@@ -145,14 +145,17 @@ class Dispatcher:
             case wire.Hello():
                 return self._answer(ticket, self._hello(ticket, message))
             case wire.Shutdown(force):
+                self._check_own(ticket)
                 return self._shutdown(ticket, force=force)
             case wire.Upgrade():
+                self._check_own(ticket)
                 actions = self._answer(ticket, wire.Done())
                 self._broker.hand_over()
                 return actions
             case wire.Acquire():
                 if message.source is not None:
                     ticket.source = self._take(ticket, "source")
+                    self._check_may_load(ticket, message)
                 self._broker.tickets.check_limits(ticket)
                 return books.acquire(session, ticket.number, message)
             case wire.Claim():
@@ -161,6 +164,7 @@ class Dispatcher:
             case wire.Load():
                 # The code first: with the answer, also a refusal, its descriptor is closed.
                 ticket.source = self._take(ticket, "code")
+                self._check_own(ticket)
                 self._check_loaders_allowed()
                 self._broker.tickets.check_limits(ticket)
                 return books.load(session, ticket.number, message)
@@ -252,6 +256,31 @@ class Dispatcher:
         self._broker.tickets.reply(ticket.number, wire.Done())
         self._broker.stop("asked to shut down")
         return []
+
+    def _check_own(self, ticket: Ticket) -> None:
+        """Raise `NoSession` for a process that may use the broker as a member of its group only.
+
+        A shipped loader runs with the rights of the broker's user.
+        """
+        if not self._is_own(ticket):
+            raise NoSession(
+                f"{ticket.operation} is for processes of the broker's own user, uid "
+                f"{self._broker.access.uid}; yours may only use what is resident, and publish"
+            )
+
+    def _is_own(self, ticket: Ticket) -> bool:
+        peer = self._broker.peers.get(ticket.session or 0)
+        return peer is not None and self._broker.access.is_own(peer.identity.uid)
+
+    def _check_may_load(self, ticket: Ticket, message: wire.Acquire) -> None:
+        """Raise `NoSession` if a load would read files for somebody who perhaps may not."""
+        if self._is_own(ticket) or self._broker.books.is_known(message):
+            return
+        raise NoSession(
+            "this checkpoint is not resident, and a load would read it with the rights of the "
+            f"broker's user, uid {self._broker.access.uid}: have a process of that user load it "
+            "first (or serve --preload), or publish the weights"
+        )
 
     def _check_loaders_allowed(self) -> None:
         if not self._broker.config.allow_loaders:

@@ -18,6 +18,7 @@ from broker.rundir import (
     create_listener,
     is_private_directory,
     remove_socket,
+    share_with_group,
 )
 
 
@@ -47,7 +48,7 @@ class Listeners:
                 (paths.zmq, socket.SOCK_STREAM),
                 (paths.session, socket.SOCK_SEQPACKET),
             ):
-                self._open.append(_listen(path, kind))
+                self._open.append(_listen(path, kind, paths.group))
         except BaseException:
             self.close()
             raise
@@ -65,15 +66,17 @@ class Listeners:
         """
         if all(map(_is_in_place, self._open)) and self._lock.is_in_place():
             return False
-        directory = self._paths.directory
-        if not is_private_directory(directory):
+        directory, group = self._paths.directory, self._paths.group
+        if not is_private_directory(directory, group=group):
             directory.mkdir(0o700)
+            if group is not None:
+                share_with_group(directory, group, 0o750)
         if not self._lock.is_in_place():
             self._lock.release()
             self._lock.acquire()
         missing = [listener for listener in self._open if not _is_in_place(listener)]
         for listener in missing:
-            made = _listen(listener.path, listener.kind)
+            made = _listen(listener.path, listener.kind, group)
             listener.socket.close()
             listener.socket, listener.identity = made.socket, made.identity
         return bool(missing)
@@ -88,8 +91,8 @@ class Listeners:
         self._lock.release()
 
 
-def _listen(path: Path, kind: socket.SocketKind) -> _Listener:
-    made = create_listener(path, kind)
+def _listen(path: Path, kind: socket.SocketKind, group: int | None) -> _Listener:
+    made = create_listener(path, kind, group)
     status = os.lstat(path)
     return _Listener(path, kind, made, (status.st_dev, status.st_ino))
 

@@ -4,7 +4,8 @@ The directory is `$WEIGHT_BROKER_DIR`, else `/run/user/<uid>/weight-broker` (for
 `/run/weight-broker`) where its parent exists, else `/tmp/weight-broker-<uid>`. It must be ours, a
 directory itself and closed to everybody else; both sides check that, because whoever can put a
 socket there can pass for the broker. Its parent is trusted: `/run/user/<uid>` is ours, and in
-`/tmp` the sticky bit keeps others from replacing what is ours.
+`/tmp` the sticky bit keeps others from replacing what is ours. A broker that is shared with a group
+(`serve --group`) has a directory that the group may enter and its own user alone may write to.
 
 In it lie `<name>.zmq` (conversation), `<name>.session` (sessions) and `<name>.lock`. The lock comes
 before the sockets and decides alone which broker has a name: binding cannot, since ZeroMQ takes
@@ -74,9 +75,16 @@ def candidate_directories(
 
 
 def broker_directory(
-    environ: Mapping[str, str] | None = None, uid: int | None = None, root: Path = _ROOT
+    environ: Mapping[str, str] | None = None,
+    uid: int | None = None,
+    root: Path = _ROOT,
+    *,
+    group: int | None = None,
 ) -> Path:
     """The directory to serve in: created with mode 0700 if it is not there, then checked.
+
+    Args:
+        group: members of this group may enter it: it gets that group and mode 0750.
 
     Raises:
         BadRequest: it cannot be created, or is not ours alone; nothing was changed.
@@ -93,14 +101,38 @@ def broker_directory(
             f"{_ELSEWHERE}",
             path=str(directory),
         ) from error
-    is_private_directory(directory, uid)
+    is_private_directory(directory, uid, group)
+    if group is not None:
+        share_with_group(directory, group, 0o750)
     return directory
 
 
-def is_private_directory(directory: Path, uid: int | None = None) -> bool:
+def share_with_group(path: Path, group: int, mode: int) -> None:
+    """Give a directory or socket of ours to a group.
+
+    Raises:
+        BadRequest: we are not a member of the group.
+    """
+    try:
+        os.chown(path, -1, group, follow_symlinks=False)
+        os.chmod(path, mode)  # noqa: PTH101
+    except OSError as error:
+        raise BadRequest(
+            f"{path} cannot be given to group {group} ({error.strerror}): only a member of the "
+            "group, or root, can share with it",
+            path=str(path),
+            group=group,
+        ) from error
+
+
+def is_private_directory(directory: Path, uid: int | None = None, group: int | None = None) -> bool:
     """Whether the directory is there; if it is, it is ours and closed to others.
 
     Looks through one descriptor that follows no link, so what is checked is one thing.
+
+    Args:
+        group: it may also be of another user who shares it with this group, and the group may
+            enter it; nobody but its user may write to it.
 
     Raises:
         BadRequest: it is a link, no directory, somebody else's, or open to others; fields `path`,
@@ -120,19 +152,21 @@ def is_private_directory(directory: Path, uid: int | None = None) -> bool:
         status = os.fstat(descriptor)
     finally:
         os.close(descriptor)
-    _check_private(directory, status, _uid(uid))
+    _check_private(directory, status, _uid(uid), group)
     return True
 
 
-def _check_private(directory: Path, status: os.stat_result, uid: int) -> None:
+def _check_private(directory: Path, status: os.stat_result, uid: int, group: int | None) -> None:
     mode = f"{stat.S_IMODE(status.st_mode):04o}"
+    is_shared = group is not None and status.st_gid == group
+    closed = 0o027 if is_shared else 0o077
     if stat.S_ISLNK(status.st_mode):
         fault = "is a symbolic link, which somebody could turn elsewhere"
     elif not stat.S_ISDIR(status.st_mode):
         fault = "is not a directory"
-    elif status.st_uid != uid:
+    elif status.st_uid != uid and not is_shared:
         fault = f"belongs to uid {status.st_uid} (mode {mode}) and not to us, uid {uid}"
-    elif status.st_mode & 0o077:
+    elif status.st_mode & closed:
         fault = f"is open to others (owner uid {uid}, mode {mode}; chmod 700 closes it)"
     else:
         return
@@ -161,6 +195,8 @@ class BrokerPaths:
 
     directory: Path
     name: str = DEFAULT_NAME
+    group: int | None = None
+    """Members of this group may use it too."""
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -208,6 +244,7 @@ def find_brokers(
     environ: Mapping[str, str] | None = None,
     uid: int | None = None,
     root: Path = _ROOT,
+    group: int | None = None,
 ) -> list[BrokerPaths]:
     """Where a broker `name` has its sockets, likeliest first, for a client. Connects to nothing.
 
@@ -216,6 +253,7 @@ def find_brokers(
 
     Args:
         directory: the only directory to look in; `None`: every candidate.
+        group: the directory may be another user's who shares it with this group.
 
     Raises:
         BrokerNotFound: there is no session socket in any directory; names all that were tried.
@@ -224,8 +262,8 @@ def find_brokers(
     candidates = candidate_directories(environ, uid, root) if directory is None else [directory]
     tried, found = [], []
     for candidate in candidates:
-        paths = BrokerPaths(candidate, name)
-        if not is_private_directory(candidate, uid):
+        paths = BrokerPaths(candidate, name, group)
+        if not is_private_directory(candidate, uid, group):
             tried.append((paths.session, "no such directory"))
         elif not _is_socket(paths.session):
             tried.append((paths.session, "no such socket"))
@@ -372,7 +410,7 @@ def _read_holder(descriptor: int) -> Mapping[str, object]:
 # --- the sockets --------------------------------------------------------------------------------
 
 
-def create_listener(path: Path, kind: socket.SocketKind) -> socket.socket:
+def create_listener(path: Path, kind: socket.SocketKind, group: int | None = None) -> socket.socket:
     """A listening Unix socket at `path`, for the holder of the name's lock only.
 
     Removes the socket a killed broker left there; the lock says that nobody serves it any more.
@@ -382,6 +420,7 @@ def create_listener(path: Path, kind: socket.SocketKind) -> socket.socket:
     Args:
         kind: `SOCK_STREAM` for ZeroMQ (which takes it over by `ZMQ_USE_FD`), `SOCK_SEQPACKET` for
             sessions.
+        group: members of this group may connect too.
 
     Returns:
         The socket, which the caller closes. The file remains; `remove_socket` removes it.
@@ -398,7 +437,13 @@ def create_listener(path: Path, kind: socket.SocketKind) -> socket.socket:
         listener.bind(str(path))
         # ... and this mends a umask that takes our own rights away.
         os.chmod(path, 0o600)  # noqa: PTH101
+        if group is not None:
+            share_with_group(path, group, 0o660)
         listener.listen(LISTEN_BACKLOG)
+    except BadRequest:
+        listener.close()
+        remove_socket(path)
+        raise
     except OSError as error:
         bound = bool(listener.getsockname())
         listener.close()

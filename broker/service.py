@@ -65,7 +65,7 @@ def config_from(options: str) -> tuple[BrokerConfig, BrokerPaths]:
     known = {name: value for name, value in given["limits"].items() if name in LIMITS}
     given["preload"], given["limits"] = tuple(given["preload"]), Limits(**known)
     config = BrokerConfig(directory=directory, **given)
-    return config, BrokerPaths(directory, config.name)
+    return config, BrokerPaths(directory, config.name, config.group)
 
 
 def _paths(config: BrokerConfig) -> BrokerPaths:
@@ -73,4 +73,5 @@ def _paths(config: BrokerConfig) -> BrokerPaths:
     environ = None if given is None else {DIRECTORY_VARIABLE: str(given.absolute())}
     for candidate in candidate_directories(environ):
         BrokerPaths(candidate, config.name)  # a bad name is refused before anything is created
-    return BrokerPaths(broker_directory(environ), config.name)
+    directory = broker_directory(environ, group=config.group)
+    return BrokerPaths(directory, config.name, config.group)

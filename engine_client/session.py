@@ -19,6 +19,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from broker import wire
+from broker.credentials import (
+    GROUP_VARIABLE,
+    Access,
+    own_access,
+    peer_credentials,
+    trusted_group,
+)
 from broker.devices.base import Canary
 from broker.errors import BadRequest, BrokerError, BrokerLost, StaleEpoch, UsageError, from_payload
 from broker.rundir import broker_not_found, find_brokers
@@ -305,11 +312,13 @@ def _connect_once(
     name: str, directory: Path | None, platform: str, label: str, timeout: float | None
 ) -> Session:
     tried = []
-    for paths in find_brokers(name, directory):
+    group = trusted_group()
+    for paths in find_brokers(name, directory, group=group):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             _limit_waiting(connection, timeout)
             connection.connect(str(paths.session))
+            _check_listener(connection, paths.session, own_access(group))
         except (FileNotFoundError, ConnectionRefusedError):
             connection.close()
             tried.append((paths.session, "nobody listens there any more"))
@@ -322,6 +331,19 @@ def _connect_once(
         else:
             return Session(connection, paths.zmq, platform=platform, label=label, timeout=timeout)
     raise broker_not_found(name, tried)
+
+
+def _check_listener(connection: socket.socket, path: Path, access: Access) -> None:
+    """Raise `BadRequest` unless the process that listens is one we trust, by the kernel's word."""
+    broker = peer_credentials(connection)
+    if not access.admits(broker):
+        raise BadRequest(
+            f"whoever listens at {path} runs as uid {broker.uid}, group {broker.gid}, and is no "
+            f"broker of {access}; set {GROUP_VARIABLE} if another user shares it with your group",
+            path=str(path),
+            uid=broker.uid,
+            gid=broker.gid,
+        )
 
 
 def _limit_waiting(connection: socket.socket, timeout: float | None) -> None:

@@ -86,6 +86,11 @@ class Asking(Ledger):
 
     # --- by a checkpoint's files ----------------------------------------------------------
 
+    def is_known(self, request: wire.Acquire) -> bool:
+        """Whether these very files were loaded, or are being loaded: nothing would be started."""
+        source = request.source
+        return source is not None and self._by_identity(request.demand.device, source) is not None
+
     def _acquire_checkpoint(self, waiter: Waiter, source: wire.Source) -> None:
         record = self._by_identity(waiter.demand.device, source)
         if record is not None:
