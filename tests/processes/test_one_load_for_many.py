@@ -38,6 +38,7 @@ def ask_all_at_once(broker: RunningBroker, engines: list[Engine], checkpoint: Pa
     eventually(lambda: broker.waiting() == ENGINES, 30, f"{ENGINES} waiting requests")
 
 
+@pytest.mark.timeout(180)
 def test_sixteen_engines_cause_one_load(
     shared_broker: RunningBroker, engines: list[Engine], tmp_path: Path
 ) -> None:
