@@ -80,13 +80,6 @@ class Books(Restoring):
         record = self.sessions[session]
         record.restored.update(record.leases, record.claims)
 
-    def loader_lost(self, set_id: int, error: BrokerError) -> list[Action]:
-        """The loader process of this set could not even be started."""
-        record = self.sets.get(set_id)
-        if record is None or record.writer is None:
-            return self._take()
-        return self.end_session(record.writer, error)
-
     def release(self, session: int, ticket: int, request: wire.Release) -> list[Action]:
         """End a lease. Raises `BadRequest` if this session holds no such lease."""
         set_id = self.sessions[session].leases.get(request.lease)

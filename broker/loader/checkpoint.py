@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from broker.checkpoints.plan import plan_checkpoint
 from broker.checkpoints.reading import LoadResult, hash_pieces, load_pieces
 from broker.devices.base import Device
@@ -40,8 +42,15 @@ def load_checkpoint(
 
 
 def _check_unchanged(work: CheckpointWork, result: LoadResult) -> None:
-    """The bytes that were read are of the files the engine described, not of newer ones."""
-    if list(result.stamps) != list(work.source.files):
+    """The bytes that were read are of the files the engine described, not of newer ones.
+
+    The device's number is left out: an engine in another container sees another one.
+    """
+    read, described = (
+        [msgspec.structs.replace(stamp, device=0) for stamp in stamps]
+        for stamps in (result.stamps, work.source.files)
+    )
+    if read != described:
         path = work.source.path
         raise LoadFailed(
             f"{path} was changed between the request and its load; ask again",

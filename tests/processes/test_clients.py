@@ -30,9 +30,17 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     return Checkpoint(small_checkpoint(tmp_path / "checkpoint"))
 
 
-def slab_mappings() -> int:
-    """Slabs that this process maps now."""
-    return Path("/proc/self/maps").read_text().count("weight-broker-slab")
+def slabs_in_maps() -> set[str]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line for line in lines if "weight-broker-slab" in line}
+
+
+@pytest.fixture
+def slab_mappings() -> Callable[[], int]:
+    """How many slabs this process maps that it did not map before the test."""
+    gc.collect()
+    before = slabs_in_maps()
+    return lambda: len(slabs_in_maps() - before)
 
 
 def leases(broker: RunningBroker) -> int:
@@ -167,7 +175,9 @@ def test_lease_collected_during_a_call(
 # --- memory views -------------------------------------------------------------------------------
 
 
-def test_release_with_a_live_view(shared_broker: RunningBroker, checkpoint: Checkpoint) -> None:
+def test_release_with_a_live_view(
+    shared_broker: RunningBroker, checkpoint: Checkpoint, slab_mappings: Callable[[], int]
+) -> None:
     """Weights with a live view are not released; without it they are, and refuse to be read."""
     with shared_broker.client() as client:
         weights = client.acquire(checkpoint)
@@ -190,7 +200,10 @@ def test_release_with_a_live_view(shared_broker: RunningBroker, checkpoint: Chec
 
 @pytest.mark.parametrize("end", ["close", "kill"])
 def test_view_outlives_everything_else(
-    start_broker: Callable[..., RunningBroker], checkpoint: Checkpoint, end: str
+    start_broker: Callable[..., RunningBroker],
+    checkpoint: Checkpoint,
+    end: str,
+    slab_mappings: Callable[[], int],
 ) -> None:
     """A view stays readable after its weights, its client and the broker are gone."""
     broker = start_broker()
@@ -223,7 +236,7 @@ def test_view_keeps_the_lease(shared_broker: RunningBroker, checkpoint: Checkpoi
 
 
 def test_closing_gives_back_what_is_not_used(
-    shared_broker: RunningBroker, checkpoint: Checkpoint
+    shared_broker: RunningBroker, checkpoint: Checkpoint, slab_mappings: Callable[[], int]
 ) -> None:
     """Closing a client unmaps weights that nothing reads and keeps those that a view reads."""
     client = shared_broker.client()
