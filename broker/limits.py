@@ -57,7 +57,10 @@ class Limits:
     watches: int = _limit(64, "names", "names whose events one session gets")
     tensors: int = _limit(1_000_000, "tensors", "tensors of one weight set")
     manifest_bytes: int = _limit(
-        256 << 20, "bytes", "description of one set's tensors; 200,000 take 16 MiB"
+        256 << 20,
+        "bytes",
+        "description of one set's tensors; 200,000 take 16 MiB",
+        most=1 << 30,
     )
     frames: int = _limit(
         wire.MAX_ENVELOPE_FRAMES + 2,

@@ -15,6 +15,7 @@ from broker.errors import BrokerError
 from broker.memfd import sealed_memfd
 from broker.weights import Manifest, encode_manifest
 from engine_client.deadline import Deadline
+from engine_client.delivery import check_descriptors
 from engine_client.session import Session
 
 ATTACH_SECONDS = 30.0
@@ -62,11 +63,13 @@ class HeldClaim:
             )
         finally:
             os.close(blob)
-        _nbytes, (slab,) = self._session.attach(self.claim, Deadline(ATTACH_SECONDS))
+        _nbytes, descriptors = self._session.attach(self.claim, Deadline(ATTACH_SECONDS))
         try:
-            yield slab, reserved.nbytes
+            check_descriptors(descriptors, 1, "a claim")
+            yield descriptors[0], reserved.nbytes
         finally:
-            os.close(slab)
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def seal(
         self,

@@ -25,6 +25,7 @@ from broker.rundir import DEFAULT_NAME
 from broker.weights import WeightKey
 from engine_client.checkpoint import Checkpoint
 from engine_client.deadline import Deadline
+from engine_client.delivery import check_granted
 from engine_client.devices import check_platform, choose_device
 from engine_client.lease import Lease, attach
 from engine_client.observer import Operator
@@ -241,6 +242,7 @@ class EngineClient(Operator, Publisher):
                 on_progress=waiting.on_progress,
                 deliver=None if folder is None else ("source", folder),
             )
+            check_granted(granted, lease, demand)
             return self._hold(attach(self._session, self._device, granted, deadline))
         except BaseException:
             self._withdraw(lease)

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from broker import wire
 from broker.devices.base import Device, DeviceError, Mapping
 from broker.errors import InternalError, UsageError
-from broker.weights import Manifest, decode_manifest
+from broker.weights import Manifest
 from engine_client.deadline import Deadline
+from engine_client.delivery import check_descriptors, check_frozen, read_manifest
 from engine_client.mapping import let_go, map_granted
 from engine_client.session import Session
 
@@ -210,20 +211,15 @@ def receive_set(
     """
     nbytes, descriptors = session.attach(granted.lease, deadline)
     try:
-        if len(descriptors) != 2 or nbytes != granted.nbytes:
+        check_descriptors(descriptors, 2, "a lease")
+        if nbytes != granted.nbytes:
             raise InternalError(
-                f"the broker granted {granted.nbytes} bytes and delivered {nbytes} bytes in "
-                f"{len(descriptors)} descriptors; nothing was mapped"
+                f"the broker granted {granted.nbytes} bytes and delivered {nbytes}; nothing was "
+                "mapped"
             )
-        slab, manifest_fd = descriptors
-        yield slab, _read_manifest(manifest_fd, nbytes)
+        slab, manifest = descriptors
+        check_frozen(slab)
+        yield slab, read_manifest(manifest, nbytes)
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
-
-
-def _read_manifest(descriptor: int, slab_nbytes: int) -> Manifest:
-    size = os.fstat(descriptor).st_size
-    if size == 0:
-        raise InternalError("the broker delivered an empty manifest; nothing was mapped")
-    return decode_manifest(os.pread(descriptor, size, 0), slab_nbytes)

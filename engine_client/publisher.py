@@ -242,8 +242,10 @@ class Publisher:
                 on_progress=stage.on_progress,
             )
             right = wire.decode_right(payload)
-            if isinstance(right, wire.Claimed):
+            if isinstance(right, wire.Claimed) and right.claim == lease:
                 return HeldClaim(self._session, right.claim)
+            if isinstance(right, wire.Claimed) or right.lease != lease:
+                raise InternalError("the broker answered a claim with another claim's right")
             return self._hold(attach(self._session, self._device, right, deadline))
         except BaseException:
             self._withdraw(lease)

@@ -27,7 +27,15 @@ from broker.credentials import (
     trusted_group,
 )
 from broker.devices.base import Canary
-from broker.errors import BadRequest, BrokerError, BrokerLost, StaleEpoch, UsageError, from_payload
+from broker.errors import (
+    BadRequest,
+    BrokerError,
+    BrokerLost,
+    InternalError,
+    StaleEpoch,
+    UsageError,
+    from_payload,
+)
 from broker.rundir import broker_not_found, find_brokers
 from engine_client.calls import Call, close_all
 from engine_client.channel import Channel
@@ -86,6 +94,11 @@ class Session:
         hello = wire.Hello(welcome.token, wire.PROTOCOL, platform, label)
         self._channel.resume_with(hello)
         answer = self.call("hello", hello, wire.Welcomed, deadline=deadline, stage="saying hello")
+        if answer.epoch != self.epoch:
+            raise StaleEpoch(
+                f"the two channels lead to different brokers: epoch {self.epoch} on the session, "
+                f"{answer.epoch} on the conversation"
+            )
         self.devices: list[str] = answer.devices
 
     # --- calls ----------------------------------------------------------------------------
@@ -182,6 +195,11 @@ class Session:
             RequestTimeout, BrokerLost, BadRequest (the broker has none for this device).
         """
         message, descriptors = self._attach(f"{wire.CANARY}{device}", deadline)
+        if len(descriptors) != 1:
+            close_all(descriptors)
+            raise InternalError(
+                f"the broker delivered {len(descriptors)} descriptors, not a canary"
+            )
         return Canary(descriptors[0], message.nbytes, message.seed)
 
     def _attach(self, lease: str, deadline: Deadline) -> tuple[wire.Attached, list[int]]:
