@@ -49,18 +49,8 @@ def main(arguments: list[str]) -> int:
     try:
         _work(claim, job, given)
         return 0
-    except BrokerError as error:
-        return _give_up(claim, error)
-    except DeviceOutOfMemory as error:
-        said = f"device {job.device} has no room for what a loader itself needs: {error}"
-        return _give_up(claim, OverBudget(said, device=job.device))
-    except DeviceError as error:
-        said = f"the loader of {_subject(job)} failed on its device: {error}"
-        return _give_up(claim, InternalError(said))
     except Exception as error:  # noqa: BLE001 - becomes the answer of everybody who waits
-        traceback.print_exc()
-        said = f"the loader of {_subject(job)} failed: {type(error).__name__}: {error}"
-        return _give_up(claim, InternalError(said))
+        return _give_up(claim, _cause(error, job))
     finally:
         session.close()
 
@@ -68,6 +58,20 @@ def main(arguments: list[str]) -> int:
 def _die_with_parent() -> None:
     """A server that is gone cannot end us, should we be stopped or hang (prctl(2))."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _cause(error: Exception, job: Job) -> BrokerError:
+    """What everybody who waits for the weights is told."""
+    if isinstance(error, BrokerError):
+        return error
+    if isinstance(error, DeviceOutOfMemory):
+        said = f"device {job.device} has no room for what a loader itself needs: {error}"
+        return OverBudget(said, device=job.device)
+    if isinstance(error, DeviceError):
+        return InternalError(f"the loader of {_subject(job)} failed on its device: {error}")
+    traceback.print_exception(error)
+    said = f"the loader of {_subject(job)} failed: {type(error).__name__}: {error}"
+    return InternalError(said)
 
 
 def _subject(job: Job) -> str:
