@@ -5,6 +5,7 @@ Only this module and connections.py touch zmq. One thread owns the socket.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 from collections import Counter, deque
@@ -112,7 +113,8 @@ class Conversation:
         frames: list[bytes] = []
         if not self.connections.knows(routing) and self._router.getsockopt(zmq.RCVMORE):
             frame = self._router.recv(zmq.DONTWAIT, copy=False)
-            self.connections.introduce(routing, int(frame.get(zmq.SRCFD)))
+            with contextlib.suppress(zmq.ZMQError):  # its connection is gone already
+                self.connections.introduce(routing, int(frame.get(zmq.SRCFD)))
             frames.append(frame.bytes)
         while self._router.getsockopt(zmq.RCVMORE):
             if len(frames) > self._limits.frames:

@@ -31,7 +31,6 @@ log = logging.getLogger("weight-broker")
 STEADY_SECONDS = 10.0
 """A server that lived this long did not die of its start."""
 FIRST_DELAY_SECONDS = 0.05
-LONGEST_DELAY_SECONDS = 10.0
 STOP_SECONDS = 15.0
 """How long a server that is told to stop may take before it is killed."""
 FULL_SECONDS = 0.1
@@ -51,14 +50,16 @@ class Keeper:
         paths: where to listen.
         command: how to start a server; the descriptors of link, ROUTER listener and session
             listener are appended.
+        longest_delay: seconds before a server that dies again and again is started again.
 
     Raises:
         Busy: a broker of this name is running.
         BadRequest: a socket cannot be made; nothing is left behind.
     """
 
-    def __init__(self, paths: BrokerPaths, command: list[str]) -> None:
+    def __init__(self, paths: BrokerPaths, command: list[str], longest_delay: float) -> None:
         self._command = command
+        self._longest_delay = longest_delay
         self._kept: Kept = {}
         self._server: subprocess.Popen[bytes] | None = None
         self._stopping = False
@@ -111,7 +112,8 @@ class Keeper:
         self._deaths = 1 if lived > STEADY_SECONDS else self._deaths + 1
         delay = 0.0
         if self._deaths > 1:
-            delay = min(FIRST_DELAY_SECONDS * 2 ** (self._deaths - 2), LONGEST_DELAY_SECONDS)
+            doubled = FIRST_DELAY_SECONDS * 2 ** min(self._deaths - 2, 20)
+            delay = min(doubled, self._longest_delay)
         log.error(
             "server-died exit=%d lived=%.1f deaths-in-a-row=%d next-start-in=%.2f kept=%d",
             code,

@@ -97,6 +97,9 @@ class Limits:
     seal_seconds: int = _limit(
         7200, "seconds", "time a writer has from reserving memory to sealing the set"
     )
+    restart_seconds: int = _limit(
+        10, "seconds", "longest pause before a server that dies again and again is started", least=0
+    )
     loaders: int = _limit(
         8, "loaders", "loader processes at once; further loads wait for their turn"
     )

@@ -87,7 +87,10 @@ def receive_item(link: socket.socket) -> Item | None:
         OSError: as `recvmsg`; also if descriptors did not fit (this process has too many open).
     """
     room = socket.CMSG_SPACE(MAX_DESCRIPTORS * struct.calcsize("i"))
-    packet, ancillary, flags, _ = link.recvmsg(2 * INLINE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    try:
+        packet, ancillary, flags, _ = link.recvmsg(2 * INLINE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+    except ConnectionResetError:  # it died with packets of ours unread
+        return None
     descriptors = array.array("i")
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import select
 import signal
 import socket
 import time
@@ -60,6 +61,8 @@ log = logging.getLogger("weight-broker")
 
 RECEIVE_BATCH = 64
 """Requests handled in one turn before sessions and timers get their turn."""
+KEEPER_END_MS = 200
+"""A process that dies closes its sockets a moment before it is dead."""
 
 
 class Server:
@@ -103,7 +106,7 @@ class Server:
         self.is_stopping = False
         self.is_replaced = False
         self.exit_code = 0
-        self._keeper_pid = os.getppid()
+        self._keeper_pidfd = os.pidfd_open(os.getppid())
         self._retrying = False
         self._sessions = sessions
         self.conversation = Conversation(
@@ -163,7 +166,9 @@ class Server:
     def _keeper_gone(self) -> None:
         """Without its keeper a server must not go on: nobody would take over from it."""
         self.exit_code = 1
-        if os.getppid() != self._keeper_pid:
+        poller = select.poll()
+        poller.register(self._keeper_pidfd, select.POLLIN)
+        if poller.poll(KEEPER_END_MS):
             log.error("keeper-gone")
             self.stop("the broker's keeper process has died")
             return
@@ -182,6 +187,9 @@ class Server:
             preload(self, path)
         try:
             self.loop.run(self._drain)
+        except BaseException:
+            self.is_replaced = True  # by a server that takes over, as if this one had been killed
+            raise
         finally:
             self._close()
         return self.exit_code
@@ -242,6 +250,7 @@ class Server:
         self.store.close()
         self.loop.close()
         self.keeper.close()
+        os.close(self._keeper_pidfd)
         log.info("stopped name=%s", self.config.name)
 
     # --- requests -------------------------------------------------------------------------

@@ -40,7 +40,8 @@ class Broker:
             open_checkpoint(path).close()
         paths = _paths(config)
         options = {**asdict(config), "directory": str(paths.directory)}
-        self._keeper = Keeper(paths, server_command([json.dumps(options)]))
+        command = server_command([json.dumps(options)])
+        self._keeper = Keeper(paths, command, config.limits.restart_seconds)
         for uuid, canary in report.canaries.items():
             record = f"{canary.nbytes} {canary.seed}".encode()
             self._keeper.keep("canary", uuid, record, os.dup(canary.descriptor))

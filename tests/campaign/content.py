@@ -31,7 +31,7 @@ def contents(tag: str, nbytes: int) -> dict[str, bytes]:
 def write_checkpoint(folder: Path, tag: str, nbytes: int) -> Path:
     """A checkpoint of this tag; put in place at once, whatever was there before."""
     folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"unfinished-{random.getrandbits(32):x}"  # noqa: S311 - a name
+    unfinished = folder / f"unfinished-{random.getrandbits(32):x}"
     write_safetensors(unfinished, contents(tag, nbytes))
     os.replace(unfinished, folder / "model.safetensors")  # noqa: PTH105
     return folder
