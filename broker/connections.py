@@ -7,7 +7,8 @@ socket monitor tells each connection's descriptor; a copy of it in an epoll set 
 triggered, tells that data has arrived, also what libzmq has read already; requests that came out
 name their connection. See docs/decisions/endless-requests.md.
 
-All methods belong to the loop's thread. Here and in conversation.py is all that touches zmq.
+All methods belong to the loop's thread. Here, in doorman.py and in conversation.py is all
+that touches zmq.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from broker.credentials import Access, Credentials, peer_credentials
+from broker.doorman import Doorman
 from broker.limits import Limits, descriptor_limit
 from broker.logs import log_event
 from broker.loop import HUNG_UP, READ, Loop
@@ -336,52 +338,6 @@ class Connections:
                     f"its request did not end, {grown} bytes of memory went into such requests "
                     f"{self._limits.reached('stream_bytes')}",
                 )
-
-
-class Doorman:
-    """Answers libzmq's question for every new connection, before anything it sends is read.
-
-    By ZAP (ZeroMQ RFC 27), over an inproc socket: libzmq holds a connection back until it has its
-    answer. The address it gives of a peer on a Unix socket is `localhost:uid:gid:pid`. A refusal is
-    no answer, since libzmq's clients never come back after one; whoever is asked cuts the
-    connection instead.
-
-    Args:
-        admits: asked with `uid:gid:pid`.
-    """
-
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        router: zmq.Socket[bytes],
-        loop: Loop,
-        admits: Callable[[str], bool],
-    ) -> None:
-        self._loop = loop
-        self._admits = admits
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.bind("inproc://zeromq.zap.01")
-        router.set(zmq.ZAP_DOMAIN, b"weight-broker")
-        self._number = int(self._socket.getsockopt(zmq.FD))
-        loop.add(self._number, READ, lambda _events: self._answer())
-        loop.call_soon_threadsafe(self._answer)
-
-    def _answer(self) -> None:
-        while not self._socket.closed:
-            try:
-                asker, empty, version, request, _domain, address, *_rest = (
-                    self._socket.recv_multipart(zmq.DONTWAIT)
-                )
-            except zmq.Again:
-                return
-            if self._admits(address.decode().partition(":")[2]):
-                answer = [asker, empty, version, request, b"200", b"", b"", b""]
-                self._socket.send_multipart(answer, zmq.DONTWAIT)
-
-    def close(self) -> None:
-        self._loop.remove(self._number)
-        self._socket.close()
 
 
 class Memory:

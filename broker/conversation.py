@@ -1,6 +1,6 @@
 """The ROUTER: receiving whole requests, sending replies that never block and are never lost.
 
-Only this module and connections.py touch zmq. One thread owns the socket.
+Only this module, connections.py and doorman.py touch zmq. One thread owns the socket.
 """
 
 from __future__ import annotations
@@ -85,7 +85,14 @@ class Conversation:
         # connection of a larger frame.
         self._router.set(zmq.MAXMSGSIZE, 2 * limits.frame_bytes)
         self.connections = Connections(
-            loop, self._context, self._router, path, access, limits, self.counters, self._on_cut
+            loop,
+            self._context,
+            self._router,
+            path,
+            access,
+            limits,
+            self.counters,
+            self._on_cut,
         )
         self._router.set(zmq.USE_FD, listener.detach())
         self._router.bind(f"ipc://{path}")

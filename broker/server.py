@@ -350,6 +350,8 @@ class Server:
         if session is None or session not in self.peers:
             return
         peer = self.peers[session]
+        if not peer.is_open:
+            return  # a loader that is ending
         self.books.counters["conversations_lost"] += 1
         log_event(
             "conversation-lost",

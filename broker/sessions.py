@@ -107,6 +107,11 @@ class SessionPeer:
         name = self.label if self.label.isprintable() and self.label else self.identity.command
         return f"pid {self.identity.pid} ({name})"
 
+    @property
+    def is_open(self) -> bool:
+        """False once either side has closed the session."""
+        return self._open
+
     def send(self, message: wire.SessionMessage, descriptors: Sequence[int] = ()) -> None:
         """Send now or when the peer reads again; descriptors are borrowed."""
         packet = wire.encode(message)
