@@ -58,7 +58,7 @@ def check_descriptors(descriptors: Sequence[int], wanted: int, what: str) -> Non
 def check_frozen(slab: int) -> None:
     """Raise `InternalError` for a slab of host memory that somebody could still write to.
 
-    A GPU's memory cannot be frozen; its descriptor has no seals.
+    What is no memory file at all is refused when it is to be mapped.
     """
     seals = _seals(slab)
     if seals is not None and not seals & fcntl.F_SEAL_WRITE:

@@ -28,8 +28,8 @@ JOB = Job("1", "/nowhere", "GPU-1", "cuda", 2, ShippedWork("m.load"))
             DeviceError("cuStreamSynchronize on GPU-1: an illegal memory access"),
             InternalError,
             (
-                "the loader of m.load failed on its device: cuStreamSynchronize on GPU-1: an illegal "
-                "memory access"
+                "the loader of m.load failed on its device: cuStreamSynchronize on GPU-1: an "
+                "illegal memory access"
             ),
         ),
         (
