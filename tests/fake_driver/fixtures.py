@@ -17,14 +17,18 @@ REQUIRED = "WEIGHT_BROKER_REQUIRE_FAKE_DRIVERS"
 
 VENDORS: tuple[Vendor, ...] = ("nvidia", "amd")
 
+_libraries: dict[Vendor, Path | str] = {}
+
 
 @pytest.fixture(scope="session")
 def fake_libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[Vendor, Path | str]:
     """Each vendor's compiled fake driver, or why there is none."""
-    folder = tmp_path_factory.mktemp("fake-drivers")
-    with ThreadPoolExecutor(len(VENDORS)) as pool:
-        built = pool.map(lambda vendor: _built(vendor, folder), VENDORS)
-        return dict(zip(VENDORS, built, strict=True))
+    if not _libraries:  # compiled once, also where several conftests have this fixture
+        folder = tmp_path_factory.mktemp("fake-drivers")
+        with ThreadPoolExecutor(len(VENDORS)) as pool:
+            built = pool.map(lambda vendor: _built(vendor, folder), VENDORS)
+            _libraries.update(zip(VENDORS, built, strict=True))
+    return _libraries
 
 
 def _built(vendor: Vendor, folder: Path) -> Path | str:
