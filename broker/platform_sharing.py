@@ -141,7 +141,9 @@ class SharingSteps:
             if device.compute_mode in _COMPUTE_MODES:
                 reason, text = _COMPUTE_MODES[device.compute_mode]
                 found = f"{device.uuid} ({device.name}) is in compute mode {text}"
-                fix = f"set it to DEFAULT (nvidia-smi -i {device.uuid} -c DEFAULT)"
+                fix = "set it to DEFAULT"
+                if answer.vendor == "nvidia":
+                    fix += f" (nvidia-smi -i {device.uuid} -c DEFAULT)"
                 return self.refused(name, platform, reason, found, fix)
         return Step(name, ok=True, sentence="shared")
 

@@ -34,12 +34,19 @@ def map_granted(
         InternalError: the slab cannot be mapped.
         RequestTimeout, BrokerLost.
     """
-    compare_canary_once(session, device, deadline)
     try:
         name = (session.epoch, granted.set)
-        return device.map(slab, granted.nbytes, writable=False, slab=name)
+        mapping = device.map(slab, granted.nbytes, writable=False, slab=name)
     except DeviceError as error:
+        compare_canary_once(session, device, deadline)  # knows whether anything can be mapped
         raise InternalError(f"the weights cannot be mapped: {error}") from error
+    try:
+        # Now that the context is open, which may have taken longest; nobody has an address yet.
+        compare_canary_once(session, device, deadline)
+    except BaseException:
+        let_go(mapping.close)
+        raise
+    return mapping
 
 
 def compare_canary_once(session: Session, device: Device, deadline: Deadline) -> None:
