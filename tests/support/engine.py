@@ -16,6 +16,7 @@ from typing import Any
 from broker.checkpoints.identity import slab_identity
 from broker.errors import BrokerError
 from engine_client import Checkpoint, EngineClient, WeightSet
+from engine_client.watching import Watch
 
 NOBODY = 65534
 
@@ -26,6 +27,7 @@ class ToldEngine:
     def __init__(self, directory: Path, device: str | None = "simulated") -> None:
         self.client = EngineClient(device, directory=directory, label="told engine")
         self.weights: dict[str, WeightSet] = {}
+        self.watches: list[Watch] = []
         self.lost_at: float | None = None
         self.client.on_broker_lost(self._on_lost)
 
@@ -75,6 +77,10 @@ class ToldEngine:
 
     def release(self, keep: str = "w") -> None:
         self.weights.pop(keep).release()
+
+    def watch(self, name: str) -> None:
+        """Have events sent, and never look at them."""
+        self.watches.append(self.client.watch(name))
 
     # --- its surroundings -----------------------------------------------------------------
 
