@@ -6,7 +6,9 @@ Only this module, connections.py and doorman.py touch zmq. One thread owns the s
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
+import secrets
 import socket
 from collections import Counter, deque
 from collections.abc import Callable
@@ -48,6 +50,14 @@ class _Unsent:
         self.nbytes -= sum(map(len, self.replies.popleft()))
 
 
+def _make_routing_ids_unpredictable() -> None:
+    """libzmq counts them up from what rand() says, which nobody has seeded: always the same number.
+
+    A peer that takes the next one for itself ends this process (an assertion in libzmq).
+    """
+    ctypes.CDLL(None).srand(secrets.randbits(32))
+
+
 class Conversation:
     """A bound ROUTER.
 
@@ -76,6 +86,7 @@ class Conversation:
         self._on_lost = on_lost
         self._context = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 8)
+        _make_routing_ids_unpredictable()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.set(zmq.LINGER, 200)
         self._router.set(zmq.ROUTER_MANDATORY, 1)

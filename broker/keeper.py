@@ -37,6 +37,8 @@ FULL_SECONDS = 0.1
 """Between looks for a signal while a new server does not read yet."""
 LOOK_SECONDS = 2.0
 """Between looks at whether the sockets' files are still there."""
+EXIT_KILLED = 1
+"""The keeper's own code if a signal has ended the last server."""
 EXIT_RESTART = 75
 """A server that ends with this wants a successor (`weight-broker upgrade`)."""
 
@@ -95,7 +97,7 @@ class Keeper:
                 started = time.monotonic()
                 code = self._run_server(on_ready)
                 if self._is_over(code):
-                    return code
+                    return code if code >= 0 else EXIT_KILLED
                 self._before_restart(code, time.monotonic() - started)
         finally:
             self._close()

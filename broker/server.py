@@ -141,11 +141,13 @@ class Server:
         sets = [kept for kept, _descriptors in inherited.sets]
         numbers = [kept.id for kept, _connection in inherited.sessions]
         actions = self.books.restore(sets, numbers, inherited.leases, restarts=self.restarts)
+        for session, _descriptor in inherited.sessions:
+            self.books.sessions[session.id].watches.update(session.watches)
+        self.perform(actions)
         for session, descriptor in inherited.sessions:
             connection = socket.socket(fileno=descriptor)
-            self.books.sessions[session.id].watches.update(session.watches)
+            # Ends the session at once if its process has died meanwhile.
             self._attend(session.id, connection, identify(connection), session)
-        self.perform(actions)
         if self.restarts:
             log.info(
                 "taken-over restarts=%d sessions=%d sets=%d leases=%d",

@@ -33,7 +33,7 @@ class Restoring(Writing):
         """
         for session in sessions:
             self.sessions[session] = SessionRecord(session, taken_over=True)
-        for kept in sets:
+        for kept in sorted(sets, key=lambda kept: kept.id):
             self._restore_set(kept)
         for line in self._lines:
             self._lines[line].sort(key=lambda set_id: self.sets[set_id].places[line])

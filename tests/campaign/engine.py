@@ -114,6 +114,15 @@ class CampaignEngine:
         with self._reading, self._lock:
             self._held.pop(slot).release()
 
+    def acquire_and_release(self, path: str, seconds: float) -> int:
+        """Over and over for so long; how often."""
+        limit, times = time.monotonic() + seconds, 0
+        while time.monotonic() < limit:
+            with self.client.acquire(Checkpoint(path)) as weights:
+                tag_of(weights)
+            times += 1
+        return times
+
     def check(self) -> dict[int, dict[str, Any]]:
         """Read every byte that is held: what each slot says it is."""
         with self._reading:
@@ -169,6 +178,18 @@ class CampaignEngine:
 
     def pin(self, which: str) -> list[int]:
         return list(self.client.pin(which).sets)
+
+    def channel(self) -> dict[str, Any]:
+        """Where its channel stands, for a message."""
+        channel = self.client._session._channel
+        resuming = channel._resuming
+        return {
+            "end": repr(channel.end),
+            "resuming": None if resuming is None else resuming.packet_sent,
+            "calls": [call.frames and call.frames[2:3] for call in channel._calls.values()],
+            "attaches": list(channel._attaches),
+            "outgoing": len(channel._outgoing),
+        }
 
     def close(self) -> None:
         """End the client; without its tensors nothing stays mapped."""

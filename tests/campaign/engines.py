@@ -72,7 +72,9 @@ class Engine:
         try:
             while self._connection.poll():
                 number, kind, value, sentence, at = self._connection.recv()
-                asked = self.asked.pop(number)
+                asked = self.asked.pop(number, None)
+                if asked is None:
+                    continue  # nobody wants to know any more
                 said = (asked.command, asked.arguments, kind, value, sentence, at)
                 outcomes.append(Outcome(self.pid, *said))
         except (EOFError, ConnectionResetError):

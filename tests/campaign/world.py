@@ -15,10 +15,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-import zmq
-
-from broker import wire
 from tests.campaign import kernel
+from tests.campaign.asking import ask_status
 from tests.campaign.content import write_checkpoint
 from tests.campaign.engines import Engine, Outcome
 from tests.campaign.relay import Relay
@@ -26,7 +24,6 @@ from tests.support.clock import SCALE
 from tests.support.processes import LOADER_FAULTS, ROOT, Lines
 
 START_SECONDS = 60.0
-STATUS_SECONDS = 1.0
 SETTLE_SECONDS = 20.0
 """How long the books may take to be right again on a machine that has other things to do."""
 SIZES = (1 << 16, 1 << 17, 1 << 18, 3 << 18)
@@ -66,7 +63,6 @@ class World:
         self.engines: list[Engine] = []
         self._wanted = engines
         self._numbers = 0
-        self._zmq = zmq.Context()
         self.start_broker()
         self.relay = Relay(directory / "r", self.directory)
         for i in range(CHECKPOINTS):
@@ -109,27 +105,8 @@ class World:
                 return pid
         return 0
 
-    def status(self, seconds: float = SETTLE_SECONDS) -> dict[str, Any]:
-        """The books, from whatever server answers first."""
-        limit = time.monotonic() + seconds * SCALE
-        while True:
-            report = self._ask_status()
-            if report is not None:
-                return report
-            if time.monotonic() > limit:
-                raise Lost(f"status had no answer in {seconds * SCALE} s")
-
-    def _ask_status(self) -> dict[str, Any] | None:
-        with self._zmq.socket(zmq.DEALER) as dealer:
-            dealer.set(zmq.LINGER, 0)
-            dealer.connect(f"ipc://{self.directory}/default.zmq")
-            dealer.send_multipart([b"status", b""])
-            if not dealer.poll(int(STATUS_SECONDS * SCALE * 1000)):
-                return None
-            status, payload = dealer.recv_multipart()
-        if status != b"ok":
-            raise Lost(f"status was answered {status!r} {payload!r}")
-        return wire.as_plain(wire.decode_reply(wire.StatusReport, payload))
+    def status(self) -> dict[str, Any]:
+        return ask_status(self.directory)
 
     # --- engines and checkpoints ----------------------------------------------------------
 
@@ -306,6 +283,15 @@ class World:
         left = [*self.directory.glob("*.zmq"), *self.directory.glob("*.session")]
         if code or left:
             raise Lost(f"the broker ended with {code} and left {left}")
+
+    def channels(self) -> dict[int, Any]:
+        """Where the engines' channels stand, after a failure."""
+        found: dict[int, Any] = {}
+        for engine in self.engines:
+            with contextlib.suppress(AssertionError, OSError):
+                engine.asked.clear()
+                found[engine.pid] = engine.ask("channel", 2.0)
+        return found
 
     def kill(self) -> None:
         """Whatever runs still, after a failure."""

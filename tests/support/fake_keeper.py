@@ -1,0 +1,44 @@
+"""A keeper whose servers are a few lines of Python: for what real servers hardly ever do.
+
+    python -m tests.support.fake_keeper DIRECTORY LONGEST_DELAY SCRIPT
+
+The script runs as `python -c SCRIPT RESTARTS LINK ROUTER SESSIONS`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from broker import keeper as module
+from broker.errors import BrokerError
+from broker.keeper import Keeper
+from broker.logs import log_to_stderr
+from broker.rundir import BrokerPaths
+
+READY = """
+import socket, sys
+link = socket.socket(fileno=int(sys.argv[2]))
+link.send(b"ready - -\\nthe fake server is ready")
+"""
+"""The beginning of a script whose server comes up."""
+
+
+STOP_SECONDS = 0.5
+
+
+def main(directory: str, longest_delay: str, script: str) -> int:
+    log_to_stderr()
+    module.STOP_SECONDS = STOP_SECONDS
+    try:
+        command = [sys.executable, "-c", script]
+        keeper = Keeper(BrokerPaths(Path(directory)), command, float(longest_delay))
+    except BrokerError as error:
+        print(error.sentence, file=sys.stderr)
+        return error.exit_code
+    keeper.stop_on_signals()
+    return keeper.run(lambda line: print(line, flush=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
