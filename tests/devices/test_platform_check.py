@@ -115,6 +115,15 @@ def test_an_old_rocm(fake_hip: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> N
     assert refusal().reason == "rocm-too-old"
 
 
+def test_rocm_6_is_served(fake_hip: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its runtime takes descriptors by pointer, as its version says, and the round trip passes."""
+    use(fake_hip, monkeypatch, "version=60443484")
+    report = check_ipc_platform_support(where="broker", probe=Probe())
+    for canary in report.canaries.values():
+        os.close(canary.descriptor)
+    assert report.platform == "rocm"
+
+
 def test_doctor_lists_the_devices(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step has its tick; then each device with its name and free memory."""
     use(fake, monkeypatch, "devices=2 total=1G")
