@@ -72,7 +72,6 @@ class Connection:
     requests: int = 0
     surplus: int = 0
     unfinished_since: float | None = None
-    is_admitted: bool = False
     seen: int = field(default=0, repr=False)
     told_at: float | None = field(default_factory=time.monotonic, repr=False)
     """When something was sent to it (at first libzmq's greeting) that it may not have read yet:
@@ -114,6 +113,8 @@ class Connections:
         self._by_number: dict[int, Connection] = {}
         self._by_copy: dict[int, Connection] = {}
         self._by_routing: dict[bytes, Connection] = {}
+        self._waiting: dict[str, list[Connection]] = {}
+        self._admitted = 0
         self._unfinished: set[Connection] = set()
         self._strikes: dict[int, tuple[float, float]] = {}
         self._arrivals = select.epoll()
@@ -128,7 +129,7 @@ class Connections:
         return int(self._monitor.getsockopt(zmq.FD))
 
     def __len__(self) -> int:
-        return len(self._by_copy)
+        return self._admitted
 
     def close(self) -> None:
         """Let go of every copy; libzmq closes its own."""
@@ -209,6 +210,7 @@ class Connections:
             self._forget(stale)
         connection = Connection(number, copy, peer_credentials(copy))
         self._by_number[number] = self._by_copy[copy.fileno()] = connection
+        self._waiting.setdefault(connection.address, []).append(connection)
         # Data that was read already is no EPOLLIN any more, but its arrival is an event, and with
         # EPOLLOUT in the mask it is reported.
         self._arrivals.register(copy.fileno(), select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
@@ -216,21 +218,30 @@ class Connections:
     def _admit(self, peer: str) -> bool:
         """May a process (`uid:gid:pid`) that has just connected go on? Else it is cut off."""
         self._listen()
-        for connection in list(self._by_copy.values()):
-            if not connection.is_admitted and connection.address == peer:
-                refusal = self._refusal(connection)
-                if not refusal:
-                    connection.is_admitted = True
-                    return True
-                self._counters["connections_refused"] += 1
-                self._end(connection, "connection-refused", refusal)
-        return False
+        waiting = self._waiting.get(peer)
+        if not waiting:
+            return False  # gone again
+        connection = waiting[0]
+        refusal = self._refusal(connection)
+        if refusal:
+            self._counters["connections_refused"] += 1
+            self._end(connection, "connection-refused", refusal)
+            return False
+        self._stop_waiting(connection)
+        self._admitted += 1
+        return True
+
+    def _stop_waiting(self, connection: Connection) -> None:
+        waiting = self._waiting[connection.address]
+        waiting.remove(connection)
+        if not waiting:
+            del self._waiting[connection.address]
 
     def _refusal(self, connection: Connection) -> str:
         """Why the connection cannot stay; "" if it can."""
         if not self._access.admits(connection.peer):
             return f"it is a process of another user: this broker serves {self._access}"
-        if len(self._by_copy) > self._limits.connections:
+        if self._admitted >= self._limits.connections:
             return f"there are too many {self._limits.reached('connections')}"
         most = descriptor_limit()
         if max(connection.number, connection.copy.fileno()) > most - SPARE_DESCRIPTORS:
@@ -271,6 +282,10 @@ class Connections:
         self._arrivals.unregister(number)
         connection.copy.close()
         del self._by_copy[number]
+        if connection in self._waiting.get(connection.address, ()):
+            self._stop_waiting(connection)
+        else:
+            self._admitted -= 1
         if self._by_number.get(connection.number) is connection:
             del self._by_number[connection.number]
         if self._by_routing.get(connection.routing) is connection:
