@@ -1,0 +1,161 @@
+"""One engine quantises a checkpoint; all others map what it made.
+
+    python examples/publish.py
+
+Three engines start at once and all want the same int8 weights. Each could make them; the broker
+lets one, and the others wait for it and map. A fourth that comes later finds them there. Real
+processes: a broker and four engines (this file run with --engine).
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from _demo import Process, choose_device, running_broker, say, torch_name
+
+from engine_client import EngineClient, WeightKey
+
+WIDTH, LAYERS = 512, 12
+
+
+def write_checkpoint(folder: Path) -> str:
+    """The weights that all engines could quantise: what a trainer would have left."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(1)
+    scale = WIDTH**-0.5
+    weights = {
+        f"{layer}.weight": torch.randn(WIDTH, WIDTH, generator=generator) * scale
+        for layer in range(LAYERS)
+    }
+    path = str(folder / "model.safetensors")
+    save_file(weights, path)
+    return path
+
+
+def network() -> Any:
+    """Layers of int8 weights with a scale for each row; nothing in them has a value yet."""
+    import torch
+
+    class Int8Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            weight = torch.empty(WIDTH, WIDTH, dtype=torch.int8, device="meta")
+            self.weight = torch.nn.Parameter(weight, requires_grad=False)
+            self.scale = torch.nn.Parameter(torch.empty(WIDTH, device="meta"))
+
+        def forward(self, inputs: Any) -> Any:
+            return torch.tanh(inputs @ self.weight.float().T * self.scale)
+
+    return torch.nn.Sequential(*(Int8Layer() for _ in range(LAYERS)))
+
+
+def quantised(path: str, where: str) -> dict[str, Any]:
+    """Read the checkpoint and make int8 of it: what is worth doing once."""
+    import torch
+    from safetensors.torch import load_file
+
+    made: dict[str, Any] = {}
+    for name, weight in load_file(path, device=where).items():
+        scale = weight.abs().amax(dim=1) / 127
+        made[name] = (weight / scale.unsqueeze(1)).round().to(torch.int8)
+        made[name.replace("weight", "scale")] = scale
+    return made
+
+
+def engine(options: argparse.Namespace) -> None:
+    """Ready, then, when it is told: get the weights, say how, and what they answer."""
+    import torch
+
+    where = torch_name(options.device)
+    model = network()
+    key = WeightKey(device="", name="model-int8", format="example", quantization="int8")
+    with EngineClient(options.device, directory=options.directory, label=options.engine) as client:
+        say(ready=True)
+        input()
+        began = time.perf_counter()
+        weights = client.get_or_publish(key, lambda: quantised(options.model, where))
+        weights.bind(model)
+        seconds = time.perf_counter() - began
+        with torch.inference_mode():
+            answer = float(model(torch.ones(1, WIDTH, device=where)).sum())
+        say(seconds=seconds, how=weights.how, nbytes=weights.nbytes, answer=answer)
+        input()
+
+
+def demonstrate() -> None:
+    device = choose_device()
+    with tempfile.TemporaryDirectory(prefix="wb-") as name, running_broker(device, Path(name)):
+        path = write_checkpoint(Path(name))
+        common = ("--model", path, "--device", device, "--directory", name)
+
+        def start(names: list[str]) -> list[Process]:
+            engines = [Process(__file__, each, "--engine", each, *common) for each in names]
+            for each in engines:
+                each.hear()
+            return engines
+
+        engines = start(["engine-1", "engine-2", "engine-3"])
+        ask(engines)
+        late = start(["engine-4"])
+        ask(late)
+        engines += late
+        with EngineClient(device, directory=name, label="onlooker") as client:
+            status = client.status()
+        for each in engines:
+            each.go()
+            each.end()
+        show(engines, status, Path(path).stat().st_size)
+
+
+def ask(engines: list[Process]) -> None:
+    """Let all of them ask for the weights at the same moment."""
+    for each in engines:
+        each.go()
+    for each in engines:
+        each.facts = each.hear()
+
+
+def show(engines: list[Process], status: dict[str, Any], checkpoint_bytes: int) -> None:
+    """The table. Every figure was measured in this run."""
+    words = {
+        "published": "quantised the checkpoint itself",
+        "shared": "waited for the one that did",
+        "resident": "found them there",
+    }
+    print(f"\n{'engine':<10}{'time to weights':>16}  how")
+    for each in engines:
+        seconds = f"{each.facts['seconds'] * 1000:.1f} ms"
+        print(f"{each.name:<10}{seconds:>16}  {words[each.facts['how']]}")
+    (entry,) = status["sets"]
+    print(
+        f"\n{checkpoint_bytes / 1e6:.1f} MB of float32 became {entry['nbytes'] / 1e6:.1f} MB of "
+        f"int8, once: {len(entry['leases'])} engines map one copy"
+    )
+    builders = [each.name for each in engines if each.facts["how"] == "published"]
+    answers = {each.facts["answer"] for each in engines}
+    print(f"builds: {len(builders)}, different answers: {len(answers)}")
+    if len(builders) != 1 or len(answers) != 1:
+        raise SystemExit("that is not as it should be: one build and one answer were expected")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--device", help=argparse.SUPPRESS)
+    parser.add_argument("--directory", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.engine:
+        engine(options)
+    else:
+        demonstrate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The examples that need no packages of their own run as they are, and show what they promise.
+
+`examples/two_engines.py` needs transformers and real weights: `make example` runs it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.clock import SCALE
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 120.0
+
+
+def run(name: str) -> str:
+    """What an example prints, told to see no GPU: it says so and goes on with the simulated one."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name)],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=SECONDS * SCALE,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "only CUDA and ROCm devices can share memory" in done.stderr
+    assert "goes on with\nthe simulated device" in done.stdout
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(150 * SCALE)
+def test_hot_swap() -> None:
+    """A trainer and two engines: no pass with a mixture, one generation left in the end."""
+    said = run("hot_swap.py")
+    assert len(re.findall(r"^trainer +published generation \d in ", said, re.MULTILINE)) == 6
+    for engine in ("engine-1", "engine-2"):
+        (passes,) = re.findall(rf"^{engine} +(\d+) passes, 0 of them with a mixture$", said, re.M)
+        assert int(passes) > 1
+    assert said.endswith("resident in the end: generation 6 of 6\n")
+
+
+@pytest.mark.timeout(150 * SCALE)
+def test_publish() -> None:
+    """Four engines: one quantises, two wait for it, one comes later; one copy, one answer."""
+    said = run("publish.py")
+    how = [line.split(" ms  ")[1] for line in said.splitlines() if " ms  " in line]
+    assert sorted(how[:3]) == [
+        "quantised the checkpoint itself",
+        "waited for the one that did",
+        "waited for the one that did",
+    ]
+    assert how[3] == "found them there"
+    assert "4 engines map one copy" in said
+    assert said.endswith("builds: 1, different answers: 1\n")
