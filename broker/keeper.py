@@ -31,6 +31,8 @@ log = logging.getLogger("weight-broker")
 STEADY_SECONDS = 10.0
 """A server that lived this long did not die of its start."""
 FIRST_DELAY_SECONDS = 0.05
+LEAST_DELAY_SECONDS = 0.02
+"""Not even a keeper that is to lose no time turns in circles."""
 STOP_SECONDS = 15.0
 """How long a server that is told to stop may take before it is killed."""
 FULL_SECONDS = 0.1
@@ -115,7 +117,7 @@ class Keeper:
         delay = 0.0
         if self._deaths > 1:
             doubled = FIRST_DELAY_SECONDS * 2 ** min(self._deaths - 2, 20)
-            delay = min(doubled, self._longest_delay)
+            delay = min(doubled, max(self._longest_delay, LEAST_DELAY_SECONDS))
         log.error(
             "server-died exit=%d lived=%.1f deaths-in-a-row=%d next-start-in=%.2f kept=%d",
             code,

@@ -71,7 +71,6 @@ class Books(Restoring):
         )
         self.counters["writers_stalled"] += 1
         self._log("writer-stalled", session=record.writer, set=record.id, cause=error.sentence)
-        self._remember_lost(record, error.sentence)
         self._fail(record, Failure(error))
         return self._take()
 

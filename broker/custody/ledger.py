@@ -220,18 +220,21 @@ class Ledger:
 
     def _no_claim(self, session: int, claim: str) -> BrokerError:
         record = self.sessions[session]
-        if record.taken_over and claim not in record.lost:
+        error = record.lost.get(claim)
+        if error is not None:
+            return type(error)(f"the claim {claim!r} has ended: {error.sentence}", **error.fields)
+        if record.taken_over:
             return StaleEpoch(
                 f"the claim {claim!r} has ended: the broker's server was replaced, and what was "
                 "not sealed yet is not published; publish again"
             )
-        why = record.lost.get(claim, "it ended or never was")
-        return BadRequest(f"this session holds no claim {claim!r}: {why}")
+        return BadRequest(f"this session holds no claim {claim!r}: it ended or never was")
 
-    def _remember_lost(self, record: WeightSet, why: str) -> None:
+    def _remember_lost(self, record: WeightSet, error: BrokerError) -> None:
+        """The writer will hear of its claim's end when it comes back to it."""
         session = self.sessions.get(record.writer or 0)
         if session is not None:
-            session.lost[record.claim] = why
+            session.lost[record.claim] = error
             if len(session.lost) > self.limits.claims:
                 del session.lost[next(iter(session.lost))]
 

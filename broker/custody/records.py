@@ -138,7 +138,7 @@ class SessionRecord:
     claims: dict[str, int] = field(default_factory=dict)
     restored: set[str] = field(default_factory=set)
     """Leases an earlier server granted: the engine may not have seen it, and ask again."""
-    lost: dict[str, str] = field(default_factory=dict)
+    lost: dict[str, BrokerError] = field(default_factory=dict)
     """Claim → why it is over, for a writer that goes on."""
     waiting: dict[str, int] = field(default_factory=dict)
     """Lease id → the ticket of the request that waits for it."""

@@ -346,6 +346,8 @@ class Writing(Claiming):
 
     def _fail(self, record: WeightSet, failure: Failure) -> None:
         """A set in progress ends: the next willing waiter writes it anew, else all are told why."""
+        if record.pending is None:
+            self._remember_lost(record, failure.error)
         self._answer_writer(record, failure.error)
         failed = "publications_failed" if record.initiator is None else "loads_failed"
         self.counters[failed] += 1

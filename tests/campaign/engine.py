@@ -66,6 +66,10 @@ class CampaignEngine:
     ) -> dict[str, Any]:
         return self._hold(slot, self.client.acquire(Checkpoint(path, name), timeout=timeout))
 
+    def connect_and_acquire(self, slot: int, path: str) -> dict[str, Any]:
+        self.connect()
+        return self.acquire(slot, path)
+
     def acquire_name(self, slot: int, name: str, timeout: float | None = None) -> dict[str, Any]:
         return self._hold(slot, self.client.acquire(name, timeout=timeout))
 

@@ -97,6 +97,10 @@ class Engine:
                     return outcome.value
         raise AssertionError(f"engine {self.pid}: {command} had no answer in {seconds} s")
 
+    def wait(self, seconds: float) -> None:
+        """Until something comes back, or so long."""
+        self._connection.poll(seconds)
+
     def signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)

@@ -9,7 +9,14 @@ import pytest
 from broker import wire
 from broker.custody.actions import Action, CreateSlab, FreeSlab, Reply, StopLoader
 from broker.custody.states import State
-from broker.errors import Cancelled, InternalError, LoadFailed, OverBudget
+from broker.errors import (
+    BadRequest,
+    Cancelled,
+    InternalError,
+    LoadFailed,
+    OverBudget,
+    StaleEpoch,
+)
 from broker.weights import WeightKey
 from tests.custody.desk import DEVICE, KILLED, Desk, Refused, source
 
@@ -207,3 +214,27 @@ def test_an_heir_that_writes_something_else() -> None:
     assert isinstance(refusal, Refused)
     assert refusal.ticket == waiting
     assert "checkpoint wanted 'blake3:a', resident 'blake3:b'" in refusal.sentence
+
+
+def test_a_writer_whose_set_was_evicted_is_told_so() -> None:
+    """Also one that was between two steps when it happened, and comes back with the next."""
+    desk = Desk()
+    engine = desk.engine()
+    desk.claim(engine, "c", name="m")
+    desk.reserve(engine, claim="c")
+    desk.created(1)
+    desk.call(lambda: desk.books.evict(9, wire.Evict("1")))
+    with pytest.raises(Cancelled, match=r"^the claim 'c' has ended: weight set 1 was evicted"):
+        desk.seal(engine, claim="c")
+
+
+def test_a_writer_whose_server_was_replaced_is_told_so() -> None:
+    """What was not sealed is not published, and the error says what to do."""
+    desk = Desk()
+    desk.books.restore([], [7], [])
+    with pytest.raises(StaleEpoch, match=r"server was replaced, .* publish again$"):
+        desk.reserve(7, claim="c")
+    with pytest.raises(StaleEpoch, match=r"server was replaced"):
+        desk.books.attachment(7, "c")
+    with pytest.raises(BadRequest, match=r"holds no claim 'c': it ended or never was"):
+        desk.reserve(desk.engine(), claim="c")

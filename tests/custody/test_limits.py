@@ -91,7 +91,7 @@ def test_a_writer_that_takes_too_long_is_as_good_as_dead() -> None:
         FreeSlab(1),
         Reply(waiting, wire.Claimed("h")),
     ]
-    with pytest.raises(BadRequest, match=r"holds no claim 'c': session 1 reserved memory for"):
+    with pytest.raises(LoadFailed, match=r"claim 'c' has ended: session 1 reserved memory for"):
         desk.seal(writer, claim="c")
     assert desk.call(lambda: desk.books.writer_stalled(2)) == []
 
