@@ -1,10 +1,10 @@
-"""One engine quantises a checkpoint; all others map what it made.
+"""One engine quantises the weights; all others map what it made.
 
     python examples/publish.py
 
-Three engines start at once and all want the same int8 weights. Each could make them; the broker
-lets one, and the others wait for it and map. A fourth that comes later finds them there. Real
-processes: a broker and four engines (this file run with --engine).
+Two engines start at once and both want the same int8 weights. Each could make them; the broker lets
+one, and the other waits for it and maps. A third that comes later finds them there. Real processes:
+a broker and three engines (this file run with --engine).
 """
 
 from __future__ import annotations
@@ -20,22 +20,6 @@ from _demo import Process, choose_device, running_broker, say, torch_name
 from engine_client import EngineClient, WeightKey
 
 WIDTH, LAYERS = 512, 12
-
-
-def write_checkpoint(folder: Path) -> str:
-    """The weights that all engines could quantise: what a trainer would have left."""
-    import torch
-    from safetensors.torch import save_file
-
-    generator = torch.Generator().manual_seed(1)
-    scale = WIDTH**-0.5
-    weights = {
-        f"{layer}.weight": torch.randn(WIDTH, WIDTH, generator=generator) * scale
-        for layer in range(LAYERS)
-    }
-    path = str(folder / "model.safetensors")
-    save_file(weights, path)
-    return path
 
 
 def network() -> Any:
@@ -55,13 +39,24 @@ def network() -> Any:
     return torch.nn.Sequential(*(Int8Layer() for _ in range(LAYERS)))
 
 
-def quantised(path: str, where: str) -> dict[str, Any]:
-    """Read the checkpoint and make int8 of it: what is worth doing once."""
+def trained(where: str) -> dict[str, Any]:
+    """The weights that every engine could quantise. Stands for reading a checkpoint."""
     import torch
-    from safetensors.torch import load_file
+
+    generator = torch.Generator().manual_seed(1)
+    shape, scale = (WIDTH, WIDTH), WIDTH**-0.5
+    return {
+        f"{layer}.weight": (torch.randn(shape, generator=generator) * scale).to(where)
+        for layer in range(LAYERS)
+    }
+
+
+def quantised(where: str) -> dict[str, Any]:
+    """int8 weights, and a scale for each row: what is worth doing once."""
+    import torch
 
     made: dict[str, Any] = {}
-    for name, weight in load_file(path, device=where).items():
+    for name, weight in trained(where).items():
         scale = weight.abs().amax(dim=1) / 127
         made[name] = (weight / scale.unsqueeze(1)).round().to(torch.int8)
         made[name.replace("weight", "scale")] = scale
@@ -79,7 +74,7 @@ def engine(options: argparse.Namespace) -> None:
         say(ready=True)
         input()
         began = time.perf_counter()
-        weights = client.get_or_publish(key, lambda: quantised(options.model, where))
+        weights = client.get_or_publish(key, lambda: quantised(where))
         weights.bind(model)
         seconds = time.perf_counter() - began
         with torch.inference_mode():
@@ -91,8 +86,7 @@ def engine(options: argparse.Namespace) -> None:
 def demonstrate() -> None:
     device = choose_device()
     with tempfile.TemporaryDirectory(prefix="wb-") as name, running_broker(device, Path(name)):
-        path = write_checkpoint(Path(name))
-        common = ("--model", path, "--device", device, "--directory", name)
+        common = ("--device", device, "--directory", name)
 
         def start(names: list[str]) -> list[Process]:
             engines = [Process(__file__, each, "--engine", each, *common) for each in names]
@@ -100,9 +94,9 @@ def demonstrate() -> None:
                 each.hear()
             return engines
 
-        engines = start(["engine-1", "engine-2", "engine-3"])
+        engines = start(["engine-1", "engine-2"])
         ask(engines)
-        late = start(["engine-4"])
+        late = start(["engine-3"])
         ask(late)
         engines += late
         with EngineClient(device, directory=name, label="onlooker") as client:
@@ -110,7 +104,7 @@ def demonstrate() -> None:
         for each in engines:
             each.go()
             each.end()
-        show(engines, status, Path(path).stat().st_size)
+        show(engines, status)
 
 
 def ask(engines: list[Process]) -> None:
@@ -121,10 +115,10 @@ def ask(engines: list[Process]) -> None:
         each.facts = each.hear()
 
 
-def show(engines: list[Process], status: dict[str, Any], checkpoint_bytes: int) -> None:
+def show(engines: list[Process], status: dict[str, Any]) -> None:
     """The table. Every figure was measured in this run."""
     words = {
-        "published": "quantised the checkpoint itself",
+        "published": "quantised them itself",
         "shared": "waited for the one that did",
         "resident": "found them there",
     }
@@ -134,8 +128,8 @@ def show(engines: list[Process], status: dict[str, Any], checkpoint_bytes: int) 
         print(f"{each.name:<10}{seconds:>16}  {words[each.facts['how']]}")
     (entry,) = status["sets"]
     print(
-        f"\n{checkpoint_bytes / 1e6:.1f} MB of float32 became {entry['nbytes'] / 1e6:.1f} MB of "
-        f"int8, once: {len(entry['leases'])} engines map one copy"
+        f"\n{4 * LAYERS * WIDTH**2 / 1e6:.1f} MB of float32 became {entry['nbytes'] / 1e6:.1f} MB "
+        f"of int8, once: {len(entry['leases'])} engines map one copy"
     )
     builders = [each.name for each in engines if each.facts["how"] == "published"]
     answers = {each.facts["answer"] for each in engines}
@@ -147,7 +141,6 @@ def show(engines: list[Process], status: dict[str, Any], checkpoint_bytes: int) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--engine", help=argparse.SUPPRESS)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--device", help=argparse.SUPPRESS)
     parser.add_argument("--directory", help=argparse.SUPPRESS)
     options = parser.parse_args()
