@@ -113,8 +113,7 @@ class Connections:
         self._by_number: dict[int, Connection] = {}
         self._by_copy: dict[int, Connection] = {}
         self._by_routing: dict[bytes, Connection] = {}
-        self._waiting: dict[str, list[Connection]] = {}
-        self._admitted = 0
+        self._addresses: Counter[str] = Counter()
         self._unfinished: set[Connection] = set()
         self._strikes: dict[int, tuple[float, float]] = {}
         self._arrivals = select.epoll()
@@ -129,7 +128,7 @@ class Connections:
         return int(self._monitor.getsockopt(zmq.FD))
 
     def __len__(self) -> int:
-        return self._admitted
+        return len(self._by_copy)
 
     def close(self) -> None:
         """Let go of every copy; libzmq closes its own."""
@@ -210,46 +209,38 @@ class Connections:
             self._forget(stale)
         connection = Connection(number, copy, peer_credentials(copy))
         self._by_number[number] = self._by_copy[copy.fileno()] = connection
-        self._waiting.setdefault(connection.address, []).append(connection)
+        self._addresses[connection.address] += 1
         # Data that was read already is no EPOLLIN any more, but its arrival is an event, and with
         # EPOLLOUT in the mask it is reported.
         self._arrivals.register(copy.fileno(), select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
-
-    def _admit(self, peer: str) -> bool:
-        """May a process (`uid:gid:pid`) that has just connected go on? Else it is cut off."""
-        self._listen()
-        waiting = self._waiting.get(peer)
-        if not waiting:
-            return False  # gone again
-        connection = waiting[0]
         refusal = self._refusal(connection)
         if refusal:
             self._counters["connections_refused"] += 1
             self._end(connection, "connection-refused", refusal)
-            return False
-        self._stop_waiting(connection)
-        self._admitted += 1
-        return True
 
-    def _stop_waiting(self, connection: Connection) -> None:
-        waiting = self._waiting[connection.address]
-        waiting.remove(connection)
-        if not waiting:
-            del self._waiting[connection.address]
+    def _admit(self, peer: str) -> bool:
+        """May what has just connected as `uid:gid:pid` go on?
+
+        Which connection it is cannot be told, so this is about the process; what is wrong with the
+        connection has had it cut off when it was accepted.
+        """
+        self._listen()
+        return self._addresses[peer] > 0 and not self._is_banned(int(peer.rpartition(":")[2]))
 
     def _refusal(self, connection: Connection) -> str:
         """Why the connection cannot stay; "" if it can."""
         if not self._access.admits(connection.peer):
             return f"it is a process of another user: this broker serves {self._access}"
-        if self._admitted >= self._limits.connections:
+        if len(self._by_copy) > self._limits.connections:
             return f"there are too many {self._limits.reached('connections')}"
         most = descriptor_limit()
         if max(connection.number, connection.copy.fileno()) > most - SPARE_DESCRIPTORS:
             return f"there are no descriptors left of {most} (RLIMIT_NOFILE)"
-        _struck, banned_until = self._strikes.get(connection.peer.pid, (0.0, 0.0))
-        if time.monotonic() < banned_until:
-            return "its process was cut off twice"
-        return ""
+        return "its process was cut off twice" if self._is_banned(connection.peer.pid) else ""
+
+    def _is_banned(self, pid: int) -> bool:
+        _struck, banned_until = self._strikes.get(pid, (0.0, 0.0))
+        return time.monotonic() < banned_until
 
     def cut(self, connection: Connection, cause: str) -> None:
         """End the connection. Its process may make another, for a while not if this repeats."""
@@ -282,10 +273,9 @@ class Connections:
         self._arrivals.unregister(number)
         connection.copy.close()
         del self._by_copy[number]
-        if connection in self._waiting.get(connection.address, ()):
-            self._stop_waiting(connection)
-        else:
-            self._admitted -= 1
+        self._addresses[connection.address] -= 1
+        if not self._addresses[connection.address]:
+            del self._addresses[connection.address]
         if self._by_number.get(connection.number) is connection:
             del self._by_number[connection.number]
         if self._by_routing.get(connection.routing) is connection:

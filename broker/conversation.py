@@ -23,7 +23,7 @@ from broker.limits import Limits
 from broker.logs import log_event
 from broker.loop import Loop
 
-RECEIVE_HIGH_WATER = 32
+RECEIVE_HIGH_WATER = 16
 """Requests of one connection that libzmq reads ahead; the rest waits in its socket."""
 SEND_HIGH_WATER = 256
 """A peer that does not run for a minute is due 240 progress messages. Its own side takes some

@@ -14,8 +14,7 @@ class Doorman:
 
     By ZAP (ZeroMQ RFC 27), over an inproc socket: libzmq holds a connection back until it has its
     answer. The address it gives of a peer on a Unix socket is `localhost:uid:gid:pid`. A refusal is
-    no answer, since libzmq's clients never come back after one; whoever is asked cuts the
-    connection instead.
+    no answer, since libzmq's clients never come back after one: the connection is cut instead.
 
     Args:
         admits: asked with `uid:gid:pid`.
