@@ -258,12 +258,12 @@ class Dispatcher:
         return []
 
     def _check_own(self, ticket: Ticket) -> None:
-        """Raise `NoSession` for a process that may use the broker as a member of its group only.
+        """Raise `BadRequest` for a process that may use the broker as a member of its group only.
 
         A shipped loader runs with the rights of the broker's user.
         """
         if not self._is_own(ticket):
-            raise NoSession(
+            raise BadRequest(
                 f"{ticket.operation} is for processes of the broker's own user, uid "
                 f"{self._broker.access.uid}; yours may only use what is resident, and publish"
             )
@@ -273,10 +273,10 @@ class Dispatcher:
         return peer is not None and self._broker.access.is_own(peer.identity.uid)
 
     def _check_may_load(self, ticket: Ticket, message: wire.Acquire) -> None:
-        """Raise `NoSession` if a load would read files for somebody who perhaps may not."""
+        """Raise `BadRequest` if a load would read files for somebody who perhaps may not."""
         if self._is_own(ticket) or self._broker.books.is_known(message):
             return
-        raise NoSession(
+        raise BadRequest(
             "this checkpoint is not resident, and a load would read it with the rights of the "
             f"broker's user, uid {self._broker.access.uid}: have a process of that user load it "
             "first (or serve --preload), or publish the weights"
