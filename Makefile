@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: venv headers example test check format clean
+.PHONY: venv headers example test check format faults fuzz soak clean
 
 venv: $(STAMP)
 
@@ -23,6 +23,20 @@ example: venv
 
 test: venv headers
 	$(BIN)/python -m pytest
+
+# Harm of every kind, in random order: rounds of faults, engines killed while they attach, peers that
+# misbehave all at once. Some ten minutes. `make faults FAULTS="--seed N --world N"` repeats a world.
+faults: venv
+	$(BIN)/python -m tests.campaign.faults $(FAULTS)
+	$(BIN)/python -m tests.campaign.cycles
+	$(BIN)/python -m tests.campaign.abuse
+
+fuzz: venv
+	$(BIN)/python -m tests.campaign.fuzz $(FUZZ)
+
+# Half an hour of ordinary life; SOAK_SECONDS=300 make soak is shorter.
+soak: venv
+	$(BIN)/python -m tests.campaign.soak
 
 check: venv
 	$(BIN)/ruff format --check .

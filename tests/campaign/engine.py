@@ -118,6 +118,20 @@ class CampaignEngine:
         with self._reading, self._lock:
             self._held.pop(slot).release()
 
+    def swap(self, slot: int, name: str) -> bool:
+        """Hold the newest generation instead of an older one; whether it was another."""
+        newest = self.client.acquire(name)
+        tag_of(newest)
+        with self._reading, self._lock:
+            older = self._held.get(slot)
+            if older is not None and older.set_id == newest.set_id:
+                newest.release()
+                return False
+            self._held[slot] = newest
+            if older is not None:
+                older.release()
+        return True
+
     def acquire_and_release(self, path: str, seconds: float) -> int:
         """Over and over for so long; how often."""
         limit, times = time.monotonic() + seconds, 0

@@ -11,7 +11,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 GREETING_BYTES = 64
@@ -36,12 +36,27 @@ class Relay:
         self._target = target / f"{name}.zmq"
         self._session = target / f"{name}.session"
         self._name = name
-        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+        self._pairs: list[_Pair] = []
+        self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(directory / f"{name}.zmq"))
         self._listener.listen(64)
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._start(self._accept)
+
+    def _start(self, target: Callable[..., None], *arguments: object) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads.append(threading.Thread(target=target, args=arguments, daemon=True))
+        self._threads[-1].start()
+
+    def close(self) -> None:
+        """End every connection and every thread."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._threads[0].join()
+        self._listener.close()
+        self.cut()
+        for thread in self._threads:
+            thread.join()
 
     def refresh(self) -> None:
         """The session socket is reached by a second name of it: the peer has to be itself."""
@@ -55,13 +70,16 @@ class Relay:
         with self._lock:
             pairs, self._pairs = self._pairs, []
         for pair in pairs:
-            _shut(pair)
+            pair.shut()
         self.cuts += len(pairs)
         return len(pairs)
 
     def _accept(self) -> None:
         while True:
-            engine, _address = self._listener.accept()
+            try:
+                engine, _address = self._listener.accept()
+            except OSError:  # closed
+                return
             broker = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 broker.connect(str(self._target))
@@ -69,18 +87,17 @@ class Relay:
                 engine.close()
                 broker.close()
                 continue
-            pair = (engine, broker)
+            pair = _Pair(engine, broker)
             with self._lock:
                 self._pairs.append(pair)
-            for there, back, is_request in ((engine, broker, True), (broker, engine, False)):
-                arguments = (there, back, pair, is_request)
-                threading.Thread(target=self._pass_on, args=arguments, daemon=True).start()
+            self._start(self._pass_on, engine, broker, pair, True)
+            self._start(self._pass_on, broker, engine, pair, False)
 
     def _pass_on(
         self,
         source: socket.socket,
         sink: socket.socket,
-        pair: tuple[socket.socket, socket.socket],
+        pair: _Pair,
         is_request: bool,
     ) -> None:
         with contextlib.suppress(OSError, EOFError):
@@ -92,16 +109,30 @@ class Relay:
                 if is_request and not is_command and self._random.random() < self.repeat:
                     self.repeated += 1
                     sink.sendall(message)
-        _shut(pair)
+        pair.shut()
         with self._lock:
+            pair.users -= 1
+            if not pair.users:
+                pair.close()
             if pair in self._pairs:
                 self._pairs.remove(pair)
 
 
-def _shut(pair: tuple[socket.socket, socket.socket]) -> None:
-    for end in pair:
-        with contextlib.suppress(OSError):
-            end.shutdown(socket.SHUT_RDWR)
+class _Pair:
+    """An engine's connection and the one to the broker that belongs to it."""
+
+    def __init__(self, engine: socket.socket, broker: socket.socket) -> None:
+        self._ends = (engine, broker)
+        self.users = 2
+
+    def shut(self) -> None:
+        for end in self._ends:
+            with contextlib.suppress(OSError):  # closed by the other side already
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.close()
 
 
 def _messages(source: socket.socket) -> Iterator[tuple[bytes, bool]]:

@@ -46,7 +46,12 @@ class World:
     """
 
     def __init__(
-        self, context: ForkServerContext, directory: Path, rng: random.Random, engines: int = 6
+        self,
+        context: ForkServerContext,
+        directory: Path,
+        rng: random.Random,
+        engines: int = 6,
+        memory_limit: str = "8m",
     ) -> None:
         self.context = context
         self.rng = rng
@@ -61,8 +66,10 @@ class World:
         self.outcomes: list[Outcome] = []
         self.brokers_started = 0
         self.engines: list[Engine] = []
-        self._wanted = engines
+        self.wanted = engines
+        self._memory_limit = memory_limit
         self._numbers = 0
+        self.engines_started = 0
         self.start_broker()
         self.relay = Relay(directory / "r", self.directory)
         for i in range(CHECKPOINTS):
@@ -76,7 +83,7 @@ class World:
             self.broker = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "broker", "serve", "--device", "simulated"),
-                    *("--dir", str(self.directory), "--memory-limit", "8m"),
+                    *("--dir", str(self.directory), "--memory-limit", self._memory_limit),
                     *("--limit", "restart_seconds=0"),
                 ],
                 stdout=subprocess.PIPE,
@@ -113,9 +120,9 @@ class World:
     def fill_up(self) -> None:
         """As many engines as there are to be, every third behind the relay."""
         self.engines = [engine for engine in self.engines if engine.is_alive]
-        while len(self.engines) < self._wanted:
-            behind = self._numbers % 3 == 2
-            self._numbers += 1
+        while len(self.engines) < self.wanted:
+            behind = self.engines_started % 3 == 2
+            self.engines_started += 1
             self.relay.refresh()
             directory = self.relay.directory if behind else self.directory
             engine = Engine(self.context, str(directory))
@@ -245,18 +252,19 @@ class World:
                 engine.kill()
         self.engines.clear()
 
-    def empty(self) -> None:
+    def empty(self, *, refill: bool = True) -> None:
         """All engines end, all sets are evicted: nothing may be left."""
         self.stop_engines()
-        self._wanted, wanted = 1, self._wanted
+        self.wanted, wanted = 1, self.wanted
         self.fill_up()
         engine = self.engines[0]
         for entry in self.status()["sets"]:
             engine.ask("evict", which=str(entry["id"]))
         engine.kill()
-        self._wanted = wanted
+        self.wanted = wanted
         self.wait_until(self._is_empty, "the end of everything held")
-        self.fill_up()
+        if refill:
+            self.fill_up()
 
     def _is_empty(self) -> bool:
         report = self.status()
@@ -277,6 +285,7 @@ class World:
     def close(self) -> None:
         """End the broker in order; it must leave nothing."""
         self.stop_engines()
+        self.relay.close()
         if self.broker.poll() is None:
             self.broker.send_signal(signal.SIGTERM)
         code = self.broker.wait(START_SECONDS)
@@ -295,6 +304,8 @@ class World:
 
     def kill(self) -> None:
         """Whatever runs still, after a failure."""
+        with contextlib.suppress(OSError):  # closed already
+            self.relay.close()
         with contextlib.suppress(ProcessLookupError):
             for engine in self.engines:
                 engine.signal(signal.SIGKILL)
