@@ -116,8 +116,8 @@ def empty_broker(shared_broker: RunningBroker) -> RunningBroker:
 def start_engine() -> Iterator[Callable[..., Engine]]:
     started: list[Engine] = []
 
-    def start(broker: RunningBroker, *options: str) -> Engine:
-        started.append(Engine(broker, *options))
+    def start(broker: RunningBroker, *options: str, **settings: Any) -> Engine:
+        started.append(Engine(broker, *options, **settings))
         return started[-1]
 
     yield start

@@ -222,7 +222,7 @@ def test_engine_that_does_not_run_for_a_while(
     """
     broker.order_loaders(LoaderFault.STOPS_AT_START)
     engine = start_engine(broker)
-    engine.ask("watch", name="")
+    engine.ask("have_events", name="")
     engine.tell("acquire", path=str(small_checkpoint(tmp_path / "slow")))
     loader = broker.stopped_loader()
     eventually(lambda: broker.waiting() == 1, 10, "the waiting request")

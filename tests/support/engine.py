@@ -78,7 +78,7 @@ class ToldEngine:
     def release(self, keep: str = "w") -> None:
         self.weights.pop(keep).release()
 
-    def watch(self, name: str) -> None:
+    def have_events(self, name: str) -> None:
         """Have events sent, and never look at them."""
         self.watches.append(self.client.watch(name))
 

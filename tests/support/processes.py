@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -71,7 +71,8 @@ class RunningBroker:
     """`weight-broker serve` with processes of its own, on the simulated device by default.
 
     `pid` and `process` are the keeper's, which is the one to send signals to; `server_pid()` is of
-    the process it has started to answer engines.
+    the process it has started to answer engines. `within` is the beginning of a command that runs
+    another.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class RunningBroker:
         *options: str,
         device: str = "simulated",
         environ: Mapping[str, str] | None = None,
+        within: Sequence[str] = (),
     ) -> None:
         self.directory = directory
         self.log = directory / "broker.log"
@@ -88,7 +90,7 @@ class RunningBroker:
         self._dealer: RawDealer | None = None
         always = ("--device", device, "--dir", str(directory))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "broker", "serve", *always, *options],
+            [*within, sys.executable, "-m", "broker", "serve", *always, *options],
             stdout=subprocess.PIPE,
             stderr=self._log_file,
             cwd=ROOT,
@@ -236,9 +238,16 @@ class Counts:
 class Engine:
     """An engine in a process of its own that does what it is told (tests/support/engine.py)."""
 
-    def __init__(self, broker: RunningBroker, *options: str) -> None:
+    def __init__(
+        self,
+        broker: RunningBroker,
+        *options: str,
+        within: Sequence[str] = (),
+        directory: Path | None = None,
+    ) -> None:
+        where = str(directory or broker.directory)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.engine", str(broker.directory), *options],
+            [*within, sys.executable, "-m", "tests.support.engine", where, *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
