@@ -94,6 +94,7 @@ class SessionPeer:
         self._on_end = on_end
         self._on_refusal = on_refusal
         self._delivered: dict[tuple[bytes, str], int] = {}
+        self._refused: dict[tuple[bytes, str], BrokerError] = {}
         self._unsent: list[tuple[bytes, list[int]]] = []
         self._open = True
         connection.setblocking(False)
@@ -132,10 +133,14 @@ class SessionPeer:
 
         Raises:
             BadRequest: it was not delivered before the request.
+            Busy: it was, and there was no room for it.
         """
         for _ in range(MAX_AHEAD):
             if (request, what) in self._delivered or not self._receive():
                 break
+        refusal = self._refused.pop((request, what), None)
+        if refusal is not None:
+            raise refusal
         descriptor = self._delivered.pop((request, what), None)
         if descriptor is None:
             raise BadRequest(f"the {what}'s descriptor did not arrive on the session socket first")
@@ -266,22 +271,33 @@ class SessionPeer:
                 raise BadRequest("deliver carries one descriptor")
             if key in self._delivered:
                 os.close(self._delivered.pop(key))  # sent again: the latest counts
-            if len(self._delivered) >= self._limits.descriptors:
-                raise Busy(
-                    f"{len(self._delivered)} descriptors wait for their requests already "
-                    f"{self._limits.reached('descriptors')}",
-                    limit="descriptors",
-                    value=len(self._delivered),
-                )
-            most = descriptor_limit()
-            if descriptors[0] >= most - SPARE_DESCRIPTORS:
-                raise Busy(
-                    f"the broker has no room for another descriptor: it may have {most} open",
-                    limit="RLIMIT_NOFILE",
-                    value=most,
-                )
+            self._refused.pop(key, None)
+            try:
+                self._check_room(descriptors[0])
+            except Busy as error:
+                self._refused[key] = error  # the answer of the request that follows
+                if len(self._refused) > self._limits.descriptors:
+                    del self._refused[next(iter(self._refused))]
+                raise
             unused.pop_all()
             self._delivered[key] = descriptors[0]
+
+    def _check_room(self, descriptor: int) -> None:
+        """Raise `Busy` if this one is too many."""
+        if len(self._delivered) >= self._limits.descriptors:
+            raise Busy(
+                f"{len(self._delivered)} descriptors wait for their requests already "
+                f"{self._limits.reached('descriptors')}",
+                limit="descriptors",
+                value=len(self._delivered),
+            )
+        most = descriptor_limit()
+        if descriptor >= most - SPARE_DESCRIPTORS:
+            raise Busy(
+                f"the broker has no room for another descriptor: it may have {most} open",
+                limit="RLIMIT_NOFILE",
+                value=most,
+            )
 
 
 def receive_packet(connection: socket.socket) -> tuple[bytes, list[int], bool]:

@@ -410,7 +410,7 @@ FAULTS = [
         "descriptors refused to the server",
         refuse_descriptors,
         lift_limits,
-        LOAD | REPLACED | {"InternalError", "BadRequest"},
+        LOAD | REPLACED | {"InternalError"},
         weight=8,
     ),
     Fault("sockets removed", remove_sockets, None, REPLACED, sockets_are_back, weight=2),

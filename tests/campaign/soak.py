@@ -138,10 +138,11 @@ class Soak:
         """The summary, as the documentation shows it."""
         uname, python = platform.uname(), platform.python_version()
         machine = f"{os.cpu_count()} cores, {uname.system} {uname.release}, Python {python}"
+        here = self.world.wanted
         p50, p99, worst = (percentile(self.pings, share) * 1e3 for share in (0.5, 0.99, 1.0))
         lines = [
             f"{time.strftime('%Y-%m-%d')}, {machine}",
-            f"{seconds:.0f} s, {self.world.wanted} engines at a time, {self.world.engines_started} in all",
+            f"{seconds:.0f} s, {here} engines at a time, {self.world.engines_started} in all",
             f"ping: median {p50:.1f} ms, p99 {p99:.1f} ms, worst {worst:.1f} ms",
             "",
             f"{'':40} {'2nd quarter':>12} {'last quarter':>12}",
