@@ -144,14 +144,16 @@ class Busy(BrokerError):
 
 
 class OverBudget(BrokerError):
-    """Fields: `requested`, `free`, `limit` in bytes, `device`."""
+    """Fields: `requested`, `free`, `limit` in bytes, `device`, and `held`: sets that cannot make
+    room, each with `set`, `nbytes` and `why`."""
 
     status = "over-budget"
     exit_code = 8
 
 
 class LoadFailed(BrokerError):
-    """Fields: `reason` (a short word, e.g. "truncated"), `file`, `tensor` where known."""
+    """Fields: `reason` (a short word, e.g. "truncated"), `file`, `tensor` where known; of a loader
+    that failed `last_words`, and `traceback` if its code raised."""
 
     status = "load-failed"
     exit_code = 9

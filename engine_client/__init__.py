@@ -15,11 +15,17 @@ if TYPE_CHECKING:
     from engine_client.checkpoint import Checkpoint as Checkpoint
     from engine_client.client import EngineClient as EngineClient
     from engine_client.construction import parameters_on_meta as parameters_on_meta
+    from engine_client.watching import BrokerStopping as BrokerStopping
+    from engine_client.watching import Evicted as Evicted
+    from engine_client.watching import NewGeneration as NewGeneration
     from engine_client.weight_set import WeightSet as WeightSet
 
 _HOMES = {
+    "BrokerStopping": "engine_client.watching",
     "Checkpoint": "engine_client.checkpoint",
     "EngineClient": "engine_client.client",
+    "Evicted": "engine_client.watching",
+    "NewGeneration": "engine_client.watching",
     "WeightKey": "broker.weights",
     "WeightSet": "engine_client.weight_set",
     "parameters_on_meta": "engine_client.construction",

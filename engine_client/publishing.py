@@ -168,6 +168,8 @@ def copy_parts(
         slab: the whole slab as a writable one-dimensional uint8 tensor.
         report: called after each storage with the bytes done and the bytes in all.
     """
+    for device in {source.device for source, _offset in publication.parts if source.is_cuda}:
+        torch.cuda.synchronize(device)  # whatever stream the values are made on
     done, total = 0, sum(source.numel() for source, _offset in publication.parts)
     for source, offset in publication.parts:
         slab[offset : offset + source.numel()].copy_(source, non_blocking=True)

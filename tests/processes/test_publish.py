@@ -20,9 +20,10 @@ from broker.errors import (
     LoadFailed,
     OverBudget,
     RequestTimeout,
+    StaleEpoch,
     UsageError,
 )
-from engine_client import EngineClient
+from engine_client import EngineClient, publishing
 from tests.processes.conftest import brokers, private_directory
 from tests.support.clock import SCALE, eventually
 from tests.support.nursery import BornEngine
@@ -181,6 +182,38 @@ def test_two_publishers_at_once(
         with client.publish("m", {"w": torch.ones(2)}) as newer:
             assert newer.generation == "2"
     assert broker.counter("publications_failed") == 0
+
+
+@pytest.mark.parametrize("kind", ["publish", "get_or_publish"])
+def test_a_server_that_is_replaced_meanwhile(
+    broker: RunningBroker, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The claim went with the old server: `publish` says so and leaves nothing, `get_or_publish`
+    claims and writes once more, unasked."""
+    copy = publishing.copy_parts
+    copies: list[int] = []
+
+    def upgrade_and_copy(*given: Any) -> None:
+        if not copies:
+            with broker.observer() as observer:
+                observer.upgrade()
+        copies.append(1)
+        copy(*given)
+
+    monkeypatch.setattr(publishing, "copy_parts", upgrade_and_copy)
+    tensors = {"w": torch.ones(4)}
+    with broker.client() as client:
+        if kind == "publish":
+            with pytest.raises(StaleEpoch, match=r"server was replaced.*publish again$"):
+                client.publish("m", tensors)
+            assert (broker.status()["sets"], used_bytes(broker)) == ([], 0)
+        weights = client.get_or_publish("m", lambda: tensors)
+        assert weights["w"].tolist() == [1.0] * 4
+        assert len(copies) == 2
+        (entry,) = broker.status()["sets"]
+        assert (entry["id"], entry["state"]) == (weights.set_id, "sealed")
+        assert used_bytes(broker) == weights.nbytes
+        weights.release()
 
 
 # --- what does not fit --------------------------------------------------------------------------
