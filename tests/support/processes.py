@@ -37,6 +37,9 @@ class LoaderFault(str, Enum):
     STOPS_WHILE_WRITING = "stops while writing"
     DIES_WHILE_WRITING = "dies while writing"
     FINDS_THE_DEVICE_FULL = "finds the device full"
+    FINDS_NO_MEMORY = "finds no memory"
+    FINDS_THE_DISK_BROKEN = "finds the disk broken"
+    FINDS_THE_FILE_SERVER_GONE = "finds the file server gone"
     WRITES_ZEROS = "writes zeros"
     """Reads and digests the checkpoint as it should, but its first piece arrives as zeros."""
 

@@ -35,6 +35,10 @@ def find_the_device_full(data: Buffer) -> Buffer:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def find_no_memory(data: Buffer) -> Buffer:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
 def forget(data: Buffer) -> Buffer:
     return bytes(len(memoryview(data)))
 
@@ -50,11 +54,23 @@ def at_first_write(fault: Callable[[Buffer], Buffer]) -> None:
     os.pwrite = faulty
 
 
+def at_first_bytes(number: int) -> None:
+    """Have the first read of tensors fail as a broken disk has it; headers are read otherwise."""
+
+    def faulty(descriptor: int, buffers: object, offset: int) -> int:
+        raise OSError(number, os.strerror(number))
+
+    os.preadv = faulty  # type: ignore[assignment]
+
+
 FAULTS: dict[str, Callable[[], object]] = {
     "stops at start": stop,
     "stops while writing": lambda: at_first_write(stop),
     "dies while writing": lambda: at_first_write(die),
     "finds the device full": lambda: at_first_write(find_the_device_full),
+    "finds no memory": lambda: at_first_write(find_no_memory),
+    "finds the disk broken": lambda: at_first_bytes(errno.EIO),
+    "finds the file server gone": lambda: at_first_bytes(errno.ESTALE),
     "writes zeros": lambda: at_first_write(forget),
 }
 
