@@ -232,6 +232,7 @@ class Conversation:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             self.counters["replies_to_the_gone"] += 1
+            log_event("reply-to-the-gone", status=frames[-2].decode())
             return True
         self.connections.told(routing)
         self._count("replies", "largest_reply_bytes", sum(map(len, frames)))

@@ -72,7 +72,8 @@ class Dispatcher:
             self._note_refusal(request.operation, routing, session, error)
             self._broker.tickets.reply(ticket.number, error)
         except Exception as error:
-            log.exception("internal error in %s", request.operation)
+            log.exception("internal error")
+            self._note_internal_error(request.operation, session, error)
             self._broker.tickets.reply(
                 ticket.number, InternalError(f"{request.operation} failed in the broker: {error!r}")
             )
@@ -97,6 +98,16 @@ class Dispatcher:
             cause=error.sentence,
         )
 
+    def _note_internal_error(self, operation: str, session: int | None, error: Exception) -> None:
+        self._broker.books.counters["internal_errors"] += 1
+        log_event(
+            "internal-error",
+            level=logging.ERROR,
+            operation=operation,
+            session=session,
+            cause=repr(error),
+        )
+
     def _is_repeated(self, key: RequestKey, routing: bytes, envelope: tuple[bytes, ...]) -> bool:
         """A request that came already, perhaps on a conversation which its session has lost since.
 
@@ -106,6 +117,8 @@ class Dispatcher:
             return False
         session, request, _said = key
         self._broker.books.counters["requests_repeated"] += 1
+        pid = self._broker.peers[session].identity.pid
+        log_event("request-repeated", session=session, pid=pid)
         self._broker.peers[session].discard(request)
         self._broker.retry_later()
         return True

@@ -24,9 +24,8 @@ from collections.abc import Callable
 from broker.errors import BrokerError
 from broker.link import Item, link_pair, packet_of, receive_item, try_send, wait_for_room
 from broker.listeners import Listeners
+from broker.logs import log_event
 from broker.rundir import BrokerPaths
-
-log = logging.getLogger("weight-broker")
 
 STEADY_SECONDS = 10.0
 """A server that lived this long did not die of its start."""
@@ -111,20 +110,21 @@ class Keeper:
     def _before_restart(self, code: int, lived: float) -> None:
         self.restarts += 1
         if code == EXIT_RESTART:
-            log.info("server-replaced kept=%d", len(self._kept))
+            log_event("server-replaced", kept=len(self._kept))
             return
         self._deaths = 1 if lived > STEADY_SECONDS else self._deaths + 1
         delay = 0.0
         if self._deaths > 1:
             doubled = FIRST_DELAY_SECONDS * 2 ** min(self._deaths - 2, 20)
             delay = min(doubled, max(self._longest_delay, LEAST_DELAY_SECONDS))
-        log.error(
-            "server-died exit=%d lived=%.1f deaths-in-a-row=%d next-start-in=%.2f kept=%d",
-            code,
-            lived,
-            self._deaths,
-            delay,
-            len(self._kept),
+        log_event(
+            "server-died",
+            level=logging.ERROR,
+            exit=code,
+            lived=round(lived, 1),
+            deaths_in_a_row=self._deaths,
+            next_start_in=round(delay, 2),
+            kept=len(self._kept),
         )
         if delay:
             self._wait(delay)
@@ -155,7 +155,7 @@ class Keeper:
                     self._server = self._start(theirs.fileno())
                 self._serve(ours, on_ready)
         except OSError as error:  # no processes, memory or descriptors: perhaps later
-            log.error("server-not-started cause=%r", str(error))  # noqa: TRY400 - an event
+            log_event("server-not-started", level=logging.ERROR, cause=error)
             return 1
         return self._reap(self._server)
 
@@ -184,7 +184,7 @@ class Keeper:
             try:
                 item = receive_item(link)
             except OSError as error:
-                log.error("keeper-link-failed cause=%r", str(error))  # noqa: TRY400 - an event
+                log_event("keeper-link-failed", level=logging.ERROR, cause=error)
                 return
             if item is None:
                 return
@@ -214,11 +214,11 @@ class Keeper:
         except (BrokerError, OSError) as error:
             if str(error) != self._complaint:
                 self._complaint = str(error)
-                log.error("sockets-missing cause=%r", self._complaint)  # noqa: TRY400 - an event
+                log_event("sockets-missing", level=logging.ERROR, cause=self._complaint)
             return False
         self._complaint = ""
         if mended:
-            log.error("sockets-mended")
+            log_event("sockets-mended", level=logging.ERROR)
         return mended
 
     def _replace_if_mended(self) -> None:
@@ -246,7 +246,7 @@ class Keeper:
     def _kill_if_due(self) -> None:
         """A server that is stopped (SIGSTOP) or hangs does not end in order."""
         if self._server is not None and time.monotonic() >= self._kill_at:
-            log.error("server-killed cause='it was told to stop and did not'")
+            log_event("server-killed", level=logging.ERROR, cause="it was told to stop and did not")
             self._server.kill()
 
     def _reap(self, server: subprocess.Popen[bytes]) -> int:

@@ -197,6 +197,7 @@ class Loading:
             log_event("loader-ended", session=session, pid=pid, how=ending)
             said = f"the loader process {ending}"
             if self._broker.books.sessions[session].claims:
+                self._broker.books.counters["loaders_died"] += 1
                 said = f"the loader process died before the weights were complete: it {ending}"
             cause = LoadFailed(said, reason=ending.reason, last_words=ending.last_words)
             self._broker.end_session(session, cause)

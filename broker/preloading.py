@@ -30,7 +30,7 @@ def preload(broker: Server, path: str) -> None:
 
     def described(result: tuple[int, wire.Source] | BaseException) -> None:
         if isinstance(result, BaseException):
-            _failed(path, str(result))
+            _failed(broker, path, str(result))
             return
         folder, source = result
         for device in broker.devices:
@@ -64,9 +64,10 @@ def _preloaded(broker: Server, path: str, session: int, body: msgspec.Struct | B
         broker.perform(broker.books.pin(ticket=0, request=wire.Pin(str(body.set))))
         log_event("preloaded", path=path, set=body.set)
     elif isinstance(body, BrokerError):
-        _failed(path, body.sentence)
+        _failed(broker, path, body.sentence)
     broker.perform(broker.books.end_session(session, InternalError("preload is over")))
 
 
-def _failed(path: str, cause: str) -> None:
+def _failed(broker: Server, path: str, cause: str) -> None:
+    broker.books.counters["preloads_failed"] += 1
     log_event("preload-failed", level=logging.ERROR, path=path, cause=cause)

@@ -57,8 +57,6 @@ from broker.served import limit_of, open_served
 from broker.sessions import PeerIdentity, SessionPeer, identify
 from broker.store import Store
 
-log = logging.getLogger("weight-broker")
-
 RECEIVE_BATCH = 64
 """Requests handled in one turn before sessions and timers get their turn."""
 KEEPER_END_MS = 200
@@ -149,12 +147,12 @@ class Server:
             # Ends the session at once if its process has died meanwhile.
             self._attend(session.id, connection, identify(connection), session)
         if self.restarts:
-            log.info(
-                "taken-over restarts=%d sessions=%d sets=%d leases=%d",
-                self.restarts,
-                len(inherited.sessions),
-                len(inherited.sets),
-                len(inherited.leases),
+            log_event(
+                "taken-over",
+                restarts=self.restarts,
+                sessions=len(inherited.sessions),
+                sets=len(inherited.sets),
+                leases=len(inherited.leases),
             )
 
     def _on_keeper(self, events: int) -> None:
@@ -171,11 +169,11 @@ class Server:
         poller = select.poll()
         poller.register(self._keeper_pidfd, select.POLLIN)
         if poller.poll(KEEPER_END_MS):
-            log.error("keeper-gone")
+            log_event("keeper-gone", level=logging.ERROR)
             self.stop("the broker's keeper process has died")
             return
         # It lives and has closed the line: it could not take a record. Let a successor try.
-        log.error("keeper-lost-a-record")
+        log_event("keeper-lost-a-record", level=logging.ERROR)
         self.is_replaced = True
         self.loop.stop()
 
@@ -183,7 +181,13 @@ class Server:
 
     def run(self) -> int:
         """Serve until `stop`; then tell the engines and end the loaders. The exit code."""
-        log.info("serving name=%s device=%s pid=%d epoch=%s", *self._identity())
+        log_event(
+            "serving",
+            name=self.config.name,
+            device=",".join(self.devices),
+            pid=os.getpid(),
+            epoch=self.epoch,
+        )
         self.loop.call_soon_threadsafe(self._tell_ready)
         for path in self.config.preload:
             preload(self, path)
@@ -202,15 +206,12 @@ class Server:
             f"platform={self.platform} socket={self.paths.zmq} pid={os.getppid()}"
         )
 
-    def _identity(self) -> tuple[str, str, int, str]:
-        return (self.config.name, ",".join(self.devices), os.getpid(), self.epoch)
-
     def stop(self, why: str) -> None:
         """Begin an orderly stop. Idempotent; from the loop or a signal handler of its thread."""
         if self.is_stopping:
             return
         self.is_stopping = True
-        log.info("stopping cause=%r", why)
+        log_event("stopping", cause=why)
         self.dispatcher.broadcast(wire.Event("broker-stopping", {"cause": why}))
         self.tickets.reply_all(ShuttingDown(f"the broker is stopping ({why})"))
         self.loop.stop()
@@ -236,7 +237,7 @@ class Server:
             return
         self.exit_code = EXIT_RESTART
         self.is_stopping = self.is_replaced = True
-        log.info("handing-over")
+        log_event("handing-over")
         self.loop.stop()
 
     def _close(self) -> None:
@@ -253,7 +254,7 @@ class Server:
         self.loop.close()
         self.keeper.close()
         os.close(self._keeper_pidfd)
-        log.info("stopped name=%s", self.config.name)
+        log_event("stopped", name=self.config.name)
 
     # --- requests -------------------------------------------------------------------------
 
@@ -374,13 +375,14 @@ class Server:
         self.end_session(peer.session, LoadFailed(f"{who} is gone: {how}"))
 
     def end_session(self, session: int, cause: BrokerError) -> None:
-        peer = self.peers.pop(session, None)
+        peer = self.peers.get(session)
         if peer is not None:
             peer.close()
         self.dispatcher.untie(session)
         self.tickets.drop_session(session)
         self.keeper.drop_session(session)
         self.perform(self.books.end_session(session, cause))
+        self.peers.pop(session, None)  # until now, so that the log can say whose session it was
 
     # --- carrying out ---------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ class Books(Restoring):
             self.counters["leases_reclaimed"] += 1
             self._end_lease(self.sets[set_id], session, lease)
         for set_id in record.claims.values():
+            self.counters["claims_lost"] += 1
             self._lose_writer(self.sets[set_id], Failure(cause))
         self._log(
             "session-ended",

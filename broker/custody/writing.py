@@ -351,7 +351,7 @@ class Writing(Claiming):
         self._answer_writer(record, failure.error)
         failed = "publications_failed" if record.initiator is None else "loads_failed"
         self.counters[failed] += 1
-        self._log("set-failed", set=record.id, cause=failure.error.sentence)
+        self._log("set-failed", set=record.id, session=record.writer, cause=failure.error.sentence)
         writer = self.sessions.get(record.writer or 0)
         if writer is not None and writer.is_loader:
             self._actions.append(StopLoader(writer.id))

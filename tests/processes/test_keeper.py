@@ -541,13 +541,13 @@ def test_server_that_cannot_start_for_a_while(
     soft, hard = resource.prlimit(broker.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(broker.pid, resource.RLIMIT_NOFILE, (kernel.descriptors(broker.pid), hard))
     kill_it(broker)
-    eventually(lambda: "deaths-in-a-row=4" in broker.log.read_text(), 10, "several tries")
+    eventually(lambda: "deaths_in_a_row=4" in broker.log.read_text(), 10, "several tries")
     resource.prlimit(broker.pid, resource.RLIMIT_NOFILE, (soft, hard))
     eventually(lambda: server_of(broker), 5, "another server")
     assert leases(broker) == before
     log = broker.log.read_text()
     assert "server-not-started" in log
-    delays = [float(delay) for delay in re.findall(r"next-start-in=([0-9.]+)", log)]
+    delays = [float(delay) for delay in re.findall(r"next_start_in=([0-9.]+)", log)]
     assert delays == sorted(delays)
     assert delays[0] == 0
 
@@ -606,7 +606,7 @@ def test_crash_loop_backs_off(broker_dir: Path, keep: Callable[..., subprocess.P
     keeper = keep(script, longest_delay=0.15)
     _out, said = keeper.communicate(timeout=30 * SCALE)
     assert keeper.returncode == 0
-    deaths = re.findall(r"server-died exit=9 .*deaths-in-a-row=(\d+) next-start-in=([0-9.]+)", said)
+    deaths = re.findall(r"server-died exit=9 .*deaths_in_a_row=(\d+) next_start_in=([0-9.]+)", said)
     assert [int(count) for count, _delay in deaths] == [1, 2, 3, 4, 5, 6]
     assert [float(delay) for _count, delay in deaths] == [0.0, 0.05, 0.1, 0.15, 0.15, 0.15]
     assert nothing_is_left(broker_dir)
@@ -620,7 +620,7 @@ def test_stop_while_backing_off(
     assert keeper.stdout is not None
     assert keeper.stderr is not None
     assert keeper.stdout.readline() == "the fake server is ready\n"
-    while "next-start-in=3.2" not in keeper.stderr.readline():
+    while "next_start_in=3.2" not in keeper.stderr.readline():
         pass
     keeper.terminate()
     assert keeper.wait(AT_ONCE_SECONDS * SCALE) == 0
