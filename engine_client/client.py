@@ -19,7 +19,7 @@ from broker.checkpoints.describe import describe_source
 from broker.checkpoints.files import open_checkpoint
 from broker.checkpoints.model_config import read_config
 from broker.device_names import AUTO
-from broker.errors import BadRequest, BrokerError
+from broker.errors import BadRequest, BrokerError, RequestTimeout
 from broker.quantization import check_ipc_quant_support, quantization_config_in
 from broker.rundir import DEFAULT_NAME
 from broker.weights import WeightKey
@@ -261,12 +261,15 @@ class EngineClient(Operator, Publisher):
         """Whatever the broker has made of the request, it holds no lease afterwards."""
         if self._session.is_usable:
             deadline = Deadline(CANCEL_SECONDS)
+            cancel = wire.Cancel(lease)
             try:
-                self._session.call("cancel", wire.Cancel(lease), wire.Done, deadline=deadline)
+                self._session.call("cancel", cancel, wire.Done, deadline=deadline)
+            except RequestTimeout:
+                # Not waited for any more, but said until a server has heard it: the one that was
+                # asked may have died.
+                self._session.notify("cancel", cancel)
             except BrokerError:
-                # A broker too busy to confirm still has the request and will carry it out; one
-                # that is gone holds no lease.
-                return
+                return  # a broker that is gone holds no lease
 
     def resident_bytes(self, device: str | None = None) -> int:
         """Bytes that the broker holds on a device: in use there, as weights that are shared.

@@ -20,6 +20,7 @@ import zmq
 
 from broker import wire
 from broker.errors import BrokerNotFound
+from engine_client import Checkpoint
 from engine_client.watching import NewGeneration
 from tests.campaign import kernel
 from tests.campaign.asking import ask_status
@@ -279,6 +280,26 @@ def test_last_lease_ends_while_there_is_no_server(
         lambda: ask_status(broker.directory)["sets"] == [], BACK_SECONDS, "the end of the set"
     )
     eventually(lambda: broker.slabs() == 0, AT_ONCE_SECONDS, "the end of the slab")
+
+
+def test_withdrawal_while_there_is_no_server(
+    broker: RunningBroker,
+    without_server: Callable[[], None],
+    checkpoint: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine that gave a request up and could not say so leaves no lease at the next server."""
+    monkeypatch.setattr("engine_client.client.CANCEL_SECONDS", 0.1)
+    with broker.client() as client:
+        client.acquire(Checkpoint(checkpoint)).release()
+        (entry,) = ask_status(broker.directory)["sets"]
+        demand = wire.Demand(entry["key"]["device"], checkpoint=entry["key"]["checkpoint"])
+        client._session.call("acquire", wire.Acquire("given up", demand), wire.Granted)
+        eventually(lambda: len(leases(broker)) == 1, 5, "the release")
+        without_server()
+        client._withdraw("given up")
+        without_server()
+        eventually(lambda: leases(broker) == set(), BACK_SECONDS, "the end of the lease")
 
 
 # --- requests under way -------------------------------------------------------------------------
