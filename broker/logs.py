@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 _log = logging.getLogger("weight-broker")
 
@@ -33,11 +33,12 @@ def log_to_stderr() -> None:
 class _Bucket:
     """How many lines of an event may be written now."""
 
+    filled: float
     lines: float = BURST_LINES
-    filled: float = field(default_factory=time.monotonic)
     suppressed: int = 0
 
 
+clock = time.monotonic
 _buckets: dict[str, _Bucket] = {}
 
 
@@ -47,8 +48,8 @@ def log_event(event: str, /, *, level: int = logging.INFO, **facts: object) -> N
     Past `BURST_LINES` at once, `LINES_A_SECOND` go through; the next that does says how many did
     not (`suppressed=`). Counters count them all.
     """
-    bucket = _buckets.setdefault(event, _Bucket())
-    now = time.monotonic()
+    now = clock()
+    bucket = _buckets.setdefault(event, _Bucket(now))
     bucket.lines = min(BURST_LINES, bucket.lines + (now - bucket.filled) * LINES_A_SECOND)
     bucket.filled = now
     if bucket.lines < 1:
