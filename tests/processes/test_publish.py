@@ -414,4 +414,4 @@ def test_broker_that_runs_no_loaders(broker: RunningBroker, tmp_path: Path) -> N
         client.publish("m", {"w": torch.ones(1)}).release()
     assert not trace.exists()
     assert broker.counter("loads_started") == 0
-    assert "loader" not in broker.log.read_text()
+    assert "loader-started" not in broker.log.read_text()

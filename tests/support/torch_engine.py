@@ -172,9 +172,6 @@ class TorchEngine(ToldEngine):
         weights.bind(self.models[keep])
         return output_of(self.models[keep])
 
-    def run(self, keep: str = "w") -> float:
-        return output_of(self.models[keep])
-
     def follow(self, name: str, last: str, keep: str = "w") -> list[tuple[str, float]]:
         """Forward passes in a loop, moving to the newest generation between two of them, until the
         last is there: generation and output of every pass."""
@@ -186,30 +183,10 @@ class TorchEngine(ToldEngine):
         self.weights[keep] = weights
         return passes
 
-    def swap(self, keep: str = "w", generation: str | None = None) -> float:
-        self.weights[keep] = self.weights[keep].swap(self.models[keep], generation)
-        return output_of(self.models[keep])
-
     def unbind(self, keep: str = "w") -> None:
         """The model is gone, and with it everything that holds its weights."""
         del self.models[keep]
         self.release(keep)
-
-    def sleep(self, keep: str = "w") -> dict[str, int]:
-        self.weights[keep].sleep()
-        return self.mapped()
-
-    def wake(self, keep: str = "w", timeout: float | None = None) -> float:
-        self.weights[keep].wake(timeout)
-        return output_of(self.models[keep])
-
-    # --- watching -------------------------------------------------------------------------
-
-    def watch(self, name: str, events: int) -> list[str]:
-        """The next so many events of a name."""
-        with self.client.watch(name) as watch:
-            print('{"watching": true}', flush=True)
-            return [repr(watch.next(timeout=30)) for _ in range(events)]
 
 
 @contextmanager
