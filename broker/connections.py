@@ -5,7 +5,7 @@ a peer that streams frames without end would fill our memory. What gives it away
 arriving on its connection, no request ever comes out of it, and meanwhile our memory grows. The
 socket monitor tells each connection's descriptor; a copy of it in an epoll set of our own, edge-
 triggered, tells that data has arrived, also what libzmq has read already; requests that came out
-name their connection. See docs/decisions/endless-requests.md.
+name their connection. See docs/decisions/0004-endless-requests.md.
 
 All methods belong to the loop's thread. Here, in doorman.py and in conversation.py is all
 that touches zmq.

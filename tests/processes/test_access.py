@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -9,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from broker import wire
 from broker.errors import BadRequest
 from engine_client import Checkpoint
 from tests.processes.conftest import private_directory
 from tests.support.other_user import NOBODY, as_user
 from tests.support.processes import RunningBroker
+from tests.support.raw import RawDealer, RawSession
 from tests.support.stored import small_checkpoint
 
 StartBroker = Callable[..., RunningBroker]
@@ -151,3 +154,22 @@ def test_group_that_does_not_exist(start_broker: StartBroker) -> None:
     """A name that is no group ends `serve` with a sentence."""
     with pytest.raises(AssertionError, match="there is no group 'no-such-group' on this machine"):
         start_broker("--group", "no-such-group")
+
+
+def test_log_holds_no_secret(start_broker: StartBroker) -> None:
+    """A session's token is nowhere in the log, whatever is said with it."""
+    broker = start_broker()
+    with RawSession(broker.directory) as session, RawDealer(broker.directory) as dealer:
+        token = session.welcome.token
+        session.hello(dealer)
+        session.hello(dealer, token=token[:-1] + b"?", label="x\nINFO session-opened pid=1")
+        session.hello(dealer, protocol=99)
+        dealer.ask(b"hello", wire.encode(session.welcome))
+        dealer.ask(b"evict", token)
+        session.send(token)
+        session.receive()
+        assert broker.counter("requests_refused") == 4
+    log = broker.log.read_bytes()
+    for form in (token, token.hex().encode(), base64.b64encode(token), repr(token)[2:-1].encode()):
+        assert form not in log
+    assert log.count(b"INFO session-opened") == 1
