@@ -26,7 +26,7 @@ from broker.config import BrokerConfig
 from broker.credentials import group_id
 from broker.device_names import AUTO
 from broker.errors import BrokerError
-from broker.limits import parse_limits, raise_descriptor_limit
+from broker.limits import parse_limits
 from broker.rundir import DEFAULT_NAME, DIRECTORY_VARIABLE
 from broker.sd_notify import notify
 
@@ -170,7 +170,6 @@ def _serve(options: argparse.Namespace) -> int:
     from broker.service import Broker
 
     log_to_stderr()
-    raise_descriptor_limit()
     config = BrokerConfig(
         name=options.name,
         directory=options.directory,

@@ -229,14 +229,17 @@ class Connections:
 
     def _refusal(self, connection: Connection) -> str:
         """Why the connection cannot stay; "" if it can."""
-        if not self._access.admits(connection.peer):
+        peer = connection.peer
+        if not self._access.admits(peer):
             return f"it is a process of another user: this broker serves {self._access}"
         if len(self._by_copy) > self._limits.connections:
             return f"there are too many {self._limits.reached('connections')}"
+        if peer.pid and self._addresses[connection.address] > self._limits.process_connections:
+            return f"its process has too many {self._limits.reached('process_connections')}"
         most = descriptor_limit()
         if max(connection.number, connection.copy.fileno()) > most - SPARE_DESCRIPTORS:
             return f"there are no descriptors left of {most} (RLIMIT_NOFILE)"
-        return "its process was cut off twice" if self._is_banned(connection.peer.pid) else ""
+        return "its process was cut off twice" if self._is_banned(peer.pid) else ""
 
     def _is_banned(self, pid: int) -> bool:
         _struck, banned_until = self._strikes.get(pid, (0.0, 0.0))

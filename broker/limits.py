@@ -33,6 +33,8 @@ class Limits:
     connections: int = _limit(
         8192, "connections", "conversations open at once, tied to a session or not"
     )
+    process_sessions: int = _limit(256, "sessions", "of those, sessions of one process")
+    process_connections: int = _limit(512, "connections", "of those, conversations of one process")
     requests: int = _limit(1024, "requests", "requests of one session without an answer yet")
     request_bytes: int = _limit(
         16 << 20, "bytes", "payloads of one session's requests without an answer yet"

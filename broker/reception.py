@@ -105,6 +105,14 @@ class Reception:
                 limit="sessions",
                 value=engines,
             )
+        own = sum(other.identity.pid == peer.pid for other in broker.peers.values())
+        if peer.pid and own >= limits.process_sessions:
+            return Busy(
+                f"your process {peer.pid} has {own} sessions with this broker already; close some "
+                f"of them first {limits.reached('process_sessions')}",
+                limit="process_sessions",
+                value=own,
+            )
         # The kernel gives out the lowest number that is free: so many descriptors are open.
         most = descriptor_limit()
         if connection.fileno() >= most - max(SPARE_DESCRIPTORS, most // SPARE_SHARE):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
@@ -21,8 +21,8 @@ DONE_ANEW = frozenset({"ping", "status", "hello", "report"})
 """Operations that may as well be done again if they come again."""
 REMEMBERED = 256
 """Answers remembered for each session: more than its threads can be waiting for."""
-MAX_REMEMBERED_BYTES = 16 * 1024
-"""Of one answer. None is longer, but the odd error's."""
+REMEMBERED_BYTES = 256 * 1024
+"""The same in bytes; an answer has a few hundred, the odd error some thousand."""
 
 RequestKey: TypeAlias = tuple[int, bytes, int]
 """Session, request id, and a hash of what it says: one id for two requests is no repetition."""
@@ -60,7 +60,7 @@ class Tickets:
         self._limits = limits
         self._open: dict[int, Ticket] = {}
         self._by_key: dict[RequestKey, Ticket] = {}
-        self._answers: dict[int, dict[RequestKey, list[bytes]]] = {}
+        self._answers: dict[int, _Answers] = {}
         self._use: dict[int, _Use] = {}
         self._total = _Use()
         self._numbers = itertools.count(1)
@@ -120,7 +120,8 @@ class Tickets:
         if ticket is not None:
             ticket.routing = routing
             return True
-        frames = self._answers.get(key[0], {}).get(key)
+        answers = self._answers.get(key[0])
+        frames = None if answers is None else answers.by_key.get(key)
         if frames is None:
             return False
         self._conversation.reply(routing, [*envelope, *frames])
@@ -148,11 +149,8 @@ class Tickets:
         self._conversation.reply(ticket.routing, [*ticket.envelope, *frames])
 
     def _remember(self, ticket: Ticket, frames: list[bytes]) -> None:
-        if ticket.key is not None and len(frames[-1]) <= MAX_REMEMBERED_BYTES:
-            answers = self._answers.setdefault(ticket.key[0], {})
-            answers[ticket.key] = frames
-            if len(answers) > REMEMBERED:
-                del answers[next(iter(answers))]
+        if ticket.key is not None:
+            self._answers.setdefault(ticket.key[0], _Answers()).add(ticket.key, frames)
 
     def tell(self, number: int, body: msgspec.Struct) -> None:
         """A progress message ahead of the answer; dropped if the peer does not read."""
@@ -185,6 +183,20 @@ class Tickets:
             if not self._use[ticket.session].requests:
                 del self._use[ticket.session]
         return ticket
+
+
+@dataclass
+class _Answers:
+    """The latest final answers of a session, oldest first."""
+
+    by_key: dict[RequestKey, list[bytes]] = field(default_factory=dict)
+    nbytes: int = 0
+
+    def add(self, key: RequestKey, frames: list[bytes]) -> None:
+        self.by_key[key] = frames
+        self.nbytes += sum(map(len, frames))
+        while len(self.by_key) > REMEMBERED or self.nbytes > REMEMBERED_BYTES:
+            self.nbytes -= sum(map(len, self.by_key.pop(next(iter(self.by_key)))))
 
 
 @dataclass

@@ -11,7 +11,7 @@ from pathlib import Path
 from broker.checkpoints.files import open_checkpoint
 from broker.config import BrokerConfig
 from broker.keeper import Keeper, server_command
-from broker.limits import LIMITS, Limits
+from broker.limits import LIMITS, Limits, raise_descriptor_limit
 from broker.platform import check_ipc_platform_support
 from broker.rundir import (
     DIRECTORY_VARIABLE,
@@ -56,6 +56,7 @@ class Broker:
         Args:
             on_ready: called once with a line for a person, when `ping` is answered.
         """
+        raise_descriptor_limit()  # and that of every server, which inherits it
         return self._keeper.run(on_ready)
 
 

@@ -127,6 +127,23 @@ def test_connections(tight: RunningBroker) -> None:
     eventually(lambda: tight.status()["broker"]["connections"] < 5, 5, "their end")
 
 
+def test_what_one_process_may_have(start_broker: StartBroker, start_engine: StartEngine) -> None:
+    """A process that opens too many sessions and conversations leaves room for others."""
+    options = ("--limit", "process_sessions=2", "--limit", "process_connections=5")
+    broker = start_broker(*options)
+    with contextlib.ExitStack() as opened:
+        for _ in range(2):
+            opened.enter_context(RawSession(broker.directory))
+        words = rf"your process {os.getpid()} has 2 sessions .*\(limit process_sessions=2 "
+        with pytest.raises(Busy, match=words):
+            connect("default", broker.directory, platform="simulated")
+        broker.status()
+        for _ in range(10):
+            opened.enter_context(RawDealer(broker.directory))
+        eventually(lambda: broker.counter("connections_refused") >= 5, 5, "refusals")
+        assert start_engine(broker).ask("status")["broker"]["restarts"] == 0
+
+
 def test_descriptors_of_the_process(start_broker: StartBroker) -> None:
     """A broker with hardly any descriptors left refuses sessions and conversations, and lives."""
     broker = start_broker()
