@@ -255,7 +255,7 @@ def test_death_and_release_while_there_is_no_server(
     without_server()
     eventually(
         lambda: {session for _set, session, _lease in leases(broker)} == {staying.session},
-        BACK_SECONDS,
+        10,
         "the end of two leases",
     )
     assert [weights["tag"] for weights in staying.ask("check").values()] == ["the weights"]
@@ -276,9 +276,7 @@ def test_last_lease_ends_while_there_is_no_server(
     without_server()
     engine.kill()
     without_server()
-    eventually(
-        lambda: ask_status(broker.directory)["sets"] == [], BACK_SECONDS, "the end of the set"
-    )
+    eventually(lambda: ask_status(broker.directory)["sets"] == [], 10, "the end of the set")
     eventually(lambda: broker.slabs() == 0, AT_ONCE_SECONDS, "the end of the slab")
 
 
@@ -299,7 +297,7 @@ def test_withdrawal_while_there_is_no_server(
         without_server()
         client._withdraw("given up")
         without_server()
-        eventually(lambda: leases(broker) == set(), BACK_SECONDS, "the end of the lease")
+        eventually(lambda: leases(broker) == set(), 10, "the end of the lease")
 
 
 # --- requests under way -------------------------------------------------------------------------
