@@ -308,7 +308,7 @@ def test_writer_that_stalls(tight: RunningBroker, session: RawSession, dealer: R
         assert f"pid {os.getpid()}".encode() in reply[2]
     eventually(lambda: tight.slabs() == 0, 2, "the end of the slab")
     late = dealer.ask(b"seal", wire.encode(wire.Seal("c", "mine:1")))
-    check_met(late, "bad-request", "seal_seconds")
+    check_met(late, "load-failed", "seal_seconds")
     assert tight.counter("writers_stalled") == stalled + 1
     assert "writer-stalled" in tight.log.read_text()
 
