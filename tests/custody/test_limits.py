@@ -1,4 +1,4 @@
-"""Limits of the books, and requests that come again after a conversation was lost."""
+"""What sessions may have on the books, and writers that take too long."""
 
 from __future__ import annotations
 
@@ -6,128 +6,156 @@ import pytest
 
 from broker import wire
 from broker.custody import Books, Budget
-from broker.custody.actions import FreeSlab, Reply
-from broker.custody.ledger import MAX_NUMBERED
-from broker.errors import BadRequest, Busy, LoadFailed
+from broker.custody.actions import Action, CreateSlab, FreeSlab, Reply, StartLoader, StopLoader
+from broker.custody.audit import check_invariant
+from broker.errors import BadRequest, BrokerError, Busy, LoadFailed
 from broker.limits import Limits
 from broker.weights import WeightKey
-from tests.custody.desk import DEVICE, GRANULARITY, LIMIT, Desk, Refused, source
+from tests.custody.desk import DEVICE, source
+
+TIGHT = Limits(claims=2, all_claims=3, names=2, set_names=2, watches=1, tensors=10, seal_seconds=60)
 
 
-def limited(**limits: int) -> Desk:
-    desk = Desk()
-    desk.books = Books({DEVICE: Budget(LIMIT, GRANULARITY)}, "epoch", limits=Limits(**limits))
-    return desk
+def tight_books() -> Books:
+    return Books({DEVICE: Budget(1000, 10)}, "epoch", limits=TIGHT)
 
 
-def test_a_session_writes_a_bounded_number_of_sets() -> None:
-    """Claims and loads that one session has caused count together; another session is free."""
-    desk = limited(claims=2)
-    engine = desk.engine()
-    desk.claim(engine, "a", name="a")
-    desk.acquire(engine, "b", from_=source(1))
-    with pytest.raises(Busy, match=r"^2 weight sets are being written by this session already;"):
-        desk.claim(engine, "c", name="c")
-    with pytest.raises(Busy) as error:
-        desk.acquire(engine, "d", from_=source(2, "shape-b"))
-    assert (error.value.limit, error.value.value) == ("claims", 2)
-    desk.claim(desk.engine(), name="e")
-    desk.cancel(engine, "a")
-    desk.claim(engine, "c", name="c")
+def claim(books: Books, session: int, lease: str, name: str) -> list[Action]:
+    key = WeightKey(device=DEVICE, name=name)
+    return books.claim(session, 0, wire.Claim(lease, key))
 
 
-def test_all_sessions_together_write_a_bounded_number_of_sets() -> None:
-    """Past the limit for all, nobody starts another; waiting for one under way is no start."""
-    desk = limited(all_claims=1)
-    desk.start(source(1))
-    with pytest.raises(Busy, match=r"^1 weight sets are being written or loaded already;"):
-        desk.claim(desk.engine(), name="m")
-    assert desk.acquire(desk.engine(), from_=source(1)) == []
+def refusal(books: Books, session: int, lease: str, name: str) -> BrokerError:
+    """The error of a claim that changes nothing."""
+    before = (dict(books.sets), dict(books.sessions[session].claims))
+    with pytest.raises(Busy) as caught:
+        claim(books, session, lease, name)
+    assert (books.sets, books.sessions[session].claims) == before
+    check_invariant(books)
+    return caught.value
 
 
-def test_names_are_bounded() -> None:
-    """A new name past the limit is refused before anything is written or granted."""
-    desk = limited(names=1, set_names=1)
-    desk.load(1, name="m")
-    with pytest.raises(Busy, match=r"^'n' cannot become a name of weights: 1 names are on the"):
-        desk.claim(desk.engine(), name="n")
-    with pytest.raises(Busy) as error:
-        desk.acquire(desk.engine(), from_=source(1), name="n")
-    assert error.value.limit == "names"
-    desk.acquire(desk.engine(), from_=source(1), name="m")
+def test_claims_of_one_session_and_of_all() -> None:
+    """So many sets in progress for each session and in all; one that ends makes room."""
+    books = tight_books()
+    one, other = books.open_session(), books.open_session()
+    for number in range(2):
+        claim(books, one, f"c{number}", f"m{number}")
+    assert refusal(books, one, "c2", "m2").limit == "claims"
+    claim(books, other, "c0", "m1")  # waits for the other's: no claim of its own
+    assert books.sessions[other].claims == {}
+    books.abandon(one, 0, wire.Abandon("c0", "cancelled", "enough"))
+    claim(books, one, "c3", "m0")
+    check_invariant(books)
 
 
-def test_tensors_are_bounded() -> None:
-    """A manifest of more tensors than a set may have reserves nothing."""
-    desk = limited(tensors=2)
-    loader = desk.start(source(1))
-    with pytest.raises(BadRequest, match=r"^reserve: 3 tensors are more than a weight set may"):
-        desk.reserve(loader.session)
+def test_loads_count_for_who_caused_them() -> None:
+    """A session that has had two loads started may start no third; another session may."""
+    books = tight_books()
+    one, other = books.open_session(), books.open_session()
+    demand = wire.Demand(DEVICE)
+    for inode in (1, 4):
+        asked = wire.Acquire(str(inode), demand, source(inode, f"shape {inode}"))
+        assert any(isinstance(a, StartLoader) for a in books.acquire(one, inode, asked))
+    third = wire.Acquire("6", demand, source(6, "shape 6"))
+    with pytest.raises(Busy, match=r"2 weight sets are being written by this session already"):
+        books.acquire(one, 6, third)
+    assert any(isinstance(a, StartLoader) for a in books.acquire(other, 6, third))
+    with pytest.raises(Busy, match=r"3 weight sets are being written or loaded already"):
+        books.acquire(other, 7, wire.Acquire("7", demand, source(7, "shape 7")))
+    check_invariant(books)
 
 
-def test_numbers_of_lines_that_are_gone_do_not_fill_the_memory() -> None:
-    """Whatever names and labels come and go, a bounded number of them is remembered."""
-    desk = Desk()
-    desk.publish(desk.engine(), name="kept", generation="7")
-    for number in range(MAX_NUMBERED):
-        desk.books._numbers[(f"gone-{number}",)] = 1
-    for name, label in (("m", None), ("n", "3")):
-        desk.publish(desk.engine(), name=name, generation=label)
-        assert len(desk.books._numbers) <= MAX_NUMBERED + len(desk.books.lines())
-    desk.publish(desk.engine(), name="kept", checkpoint="blake3:b")
-    assert list(desk.set(3 + 1).generations.values()) == ["8"]
+def test_tensors() -> None:
+    """A reservation for too many tensors is refused and the claim stays."""
+    books = tight_books()
+    session = books.open_session()
+    claim(books, session, "c", "m")
+    with pytest.raises(BadRequest, match=r"11 tensors .*\(limit tensors=10 "):
+        books.reserve(session, 0, wire.Reserve("c", 100, 11, "float32"))
+    assert any(
+        isinstance(action, CreateSlab)
+        for action in books.reserve(session, 0, wire.Reserve("c", 100, 10, "float32"))
+    )
 
 
-def test_a_writer_that_takes_too_long_is_as_good_as_dead() -> None:
-    """Its memory is freed, a willing waiter writes instead, and its own steps say why."""
-    desk = limited(seal_seconds=60)
-    writer, heir = desk.engine(), desk.engine()
-    desk.claim(writer, "c", name="m")
-    desk.claim(heir, "h", name="m")
-    waiting = desk.ticket
-    desk.reserve(writer, claim="c")
-    desk.created(1)
-    assert desk.call(lambda: desk.books.writer_stalled(1)) == [
-        FreeSlab(1),
-        Reply(waiting, wire.Claimed("h")),
-    ]
-    with pytest.raises(LoadFailed, match=r"claim 'c' has ended: session 1 reserved memory for"):
-        desk.seal(writer, claim="c")
-    assert desk.call(lambda: desk.books.writer_stalled(2)) == []
+def written(books: Books, session: int) -> None:
+    claim(books, session, "c", "m")
+    books.reserve(session, 1, wire.Reserve("c", 100, 1, "float32"))
+    books.slab_created(1)
 
 
-def test_a_loader_that_takes_too_long_is_stopped() -> None:
-    """Those who wait are told; what is being sealed is not disturbed."""
-    desk = limited(seal_seconds=60)
-    loader = desk.start(source(1))
-    desk.reserve(loader.session)
-    stalled = desk.call(lambda: desk.books.writer_stalled(1))
-    refusals = [action for action in stalled if isinstance(action, Refused)]
-    assert [(r.ticket, r.kind) for r in refusals] == [(2, LoadFailed), (1, LoadFailed)]
-    sealing = desk.start(source(1))
-    desk.reserve(sealing.session)
-    desk.created(sealing.set)
-    desk.seal(sealing.session)
-    assert desk.call(lambda: desk.books.writer_stalled(sealing.set)) == []
+def test_writer_that_stalls() -> None:
+    """Its claim is over: memory is freed, who waits is told why, and so is it when it goes on."""
+    books = tight_books()
+    writer, waiting = books.open_session(), books.open_session()
+    books.introduce(writer, "pid 12 (vllm)")
+    written(books, writer)
+    books.acquire(waiting, 7, wire.Acquire("a", wire.Demand(DEVICE, name="m")))
+    actions = books.writer_stalled(1)
+    (reply,) = [action for action in actions if isinstance(action, Reply)]
+    assert FreeSlab(1) in actions
+    assert reply.ticket == 7
+    assert isinstance(reply.body, LoadFailed)
+    assert reply.body.sentence == (
+        "pid 12 (vllm) reserved memory for weights and did not seal them in time "
+        "(limit seal_seconds=60 seconds; serve --limit seal_seconds=… changes it)"
+    )
+    assert books.budgets[DEVICE].free == 1000
+    with pytest.raises(BrokerError, match="did not seal them in time"):
+        books.seal(writer, 8, wire.Seal("c", "mine:1"))
+    check_invariant(books)
 
 
-# --- asked again ------------------------------------------------------------------------------
+def test_stalled_writer_is_inherited_from() -> None:
+    """An engine that waits with a claim of its own writes in its place."""
+    books = tight_books()
+    writer, heir = books.open_session(), books.open_session()
+    written(books, writer)
+    claim(books, heir, "h", "m")
+    actions = books.writer_stalled(1)
+    assert Reply(0, wire.Claimed("h")) in actions
+    check_invariant(books)
 
 
-def test_what_was_answered_into_a_lost_conversation_is_answered_again() -> None:
-    """A lease, a claim and a reservation are what they were; nothing is granted twice."""
-    desk = Desk()
-    engine = desk.engine()
-    desk.load(1, engine=engine)
-    desk.claim(engine, "c", name="m")
-    desk.reserve(engine, claim="c")
-    desk.created(2)
-    desk.books.conversation_lost(engine)
-    key = WeightKey(DEVICE, checkpoint="blake3:a", dtype="bfloat16")
-    again = wire.Granted("w", 1, key, None, 100, 3, "resident")
-    assert desk.acquire(engine, from_=source(1)) == [Reply(desk.ticket, again)]
-    assert desk.claim(engine, "c", name="m") == [Reply(desk.ticket, wire.Claimed("c"))]
-    assert desk.reserve(engine, claim="c") == [Reply(desk.ticket, wire.Reserved("c", 100))]
-    assert desk.books.leases() == [(1, engine, "w")]
-    with pytest.raises(BadRequest, match=r"^the lease id 'c' is in use in this session$"):
-        desk.claim(engine, "c", name="n")
+def test_stalled_loader_is_stopped() -> None:
+    """A loader that stalls is ended besides."""
+    books = tight_books()
+    engine = books.open_session()
+    demand = wire.Demand(DEVICE)
+    started = books.acquire(engine, 1, wire.Acquire("a", demand, source(1, "shape")))
+    (start,) = [action for action in started if isinstance(action, StartLoader)]
+    books.reserve(start.session, 2, wire.Reserve(start.claim, 100, 1, "float32"))
+    assert StopLoader(start.session) in books.writer_stalled(start.set)
+    check_invariant(books)
+
+
+def test_time_that_is_up_for_a_sealed_set() -> None:
+    """Nothing happens to a set that is sealed, being sealed, or gone."""
+    books = tight_books()
+    writer = books.open_session()
+    written(books, writer)
+    books.seal(writer, 2, wire.Seal("c", "mine:1", keep=True))
+    assert books.writer_stalled(1) == []
+    books.slab_frozen(1)
+    assert books.writer_stalled(1) == []
+    assert books.writer_stalled(99) == []
+    assert len(books.sets[1].leases) == 1
+
+
+def test_conversation_that_was_lost() -> None:
+    """What a session holds it may ask for again, and gets the same; nothing is done twice."""
+    books = tight_books()
+    session = books.open_session()
+    asked = wire.Claim("c", WeightKey(device=DEVICE, name="m"))
+    reserve = wire.Reserve("c", 100, 1, "float32")
+    books.claim(session, 0, asked)
+    with pytest.raises(BadRequest, match="in use"):
+        books.claim(session, 1, asked)
+    books.conversation_lost(session)
+    assert books.claim(session, 2, asked) == [Reply(2, wire.Claimed("c"))]
+    books.reserve(session, 3, reserve)
+    books.slab_created(1)
+    assert books.reserve(session, 4, reserve) == [Reply(4, wire.Reserved("c", 100))]
+    assert books.budgets[DEVICE].free == 900
+    check_invariant(books)
