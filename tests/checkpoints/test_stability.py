@@ -44,6 +44,8 @@ def test_a_file_that_never_settles(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         path.write_bytes(b"x")
 
     monkeypatch.setattr(time, "sleep", write_meanwhile)
+    # A millisecond after the last write, however long this process was kept from running.
+    monkeypatch.setattr(time, "time_ns", lambda: path.stat().st_ctime_ns + 1_000_000)
     with path.open("rb") as file, pytest.raises(LoadFailed, match="still being written") as caught:
         settled_status(file.fileno(), "file")
     assert caught.value.reason == "changed"
