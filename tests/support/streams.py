@@ -25,9 +25,7 @@ def frame(data: bytes, *, more: bool) -> bytes:
     return bytes([2 | more]) + len(data).to_bytes(8, "big") + data
 
 
-def connect_raw(directory: Path) -> socket.socket:
-    """A connection to the broker's conversation after the handshake, made by hand."""
-    connection = socket.socket(socket.AF_UNIX)
+def _shake_hands(connection: socket.socket, directory: Path) -> None:
     connection.settimeout(5)
     connection.connect(str(directory / "default.zmq"))
     connection.sendall(GREETING + READY)
@@ -35,9 +33,18 @@ def connect_raw(directory: Path) -> socket.socket:
     while wanted > 0:
         received = connection.recv(wanted)
         if not received:
-            connection.close()
             raise ConnectionResetError("the broker ended the connection in the handshake")
         wanted -= len(received)
+
+
+def connect_raw(directory: Path) -> socket.socket:
+    """A connection to the broker's conversation after the handshake, made by hand."""
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        _shake_hands(connection, directory)
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 
