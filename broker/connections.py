@@ -46,6 +46,7 @@ UNREAD_SECONDS = 1.0
 STRIKE_SECONDS = 60.0
 BAN_SECONDS = 10.0
 """A process that is cut off twice within `STRIKE_SECONDS` may not connect for so long."""
+BANNED = "its process was cut off twice"
 SPARE_DESCRIPTORS = 64
 """Kept free for all that is not a connection."""
 
@@ -215,8 +216,7 @@ class Connections:
         self._arrivals.register(copy.fileno(), select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
         refusal = self._refusal(connection)
         if refusal:
-            self._counters["connections_refused"] += 1
-            self._end(connection, "connection-refused", refusal)
+            self._refuse(connection, refusal)
 
     def _admit(self, peer: str) -> bool:
         """May what has just connected as `uid:gid:pid` go on?
@@ -225,7 +225,16 @@ class Connections:
         connection has had it cut off when it was accepted.
         """
         self._listen()
-        return self._addresses[peer] > 0 and not self._is_banned(int(peer.rpartition(":")[2]))
+        if not self._is_banned(int(peer.rpartition(":")[2])):
+            return self._addresses[peer] > 0
+        for connection in list(self._by_copy.values()):
+            if connection.address == peer and not connection.routing:
+                self._refuse(connection, BANNED)  # accepted before its process was cut off
+        return False
+
+    def _refuse(self, connection: Connection, cause: str) -> None:
+        self._counters["connections_refused"] += 1
+        self._end(connection, "connection-refused", cause)
 
     def _refusal(self, connection: Connection) -> str:
         """Why the connection cannot stay; "" if it can."""
@@ -239,7 +248,7 @@ class Connections:
         most = descriptor_limit()
         if max(connection.number, connection.copy.fileno()) > most - SPARE_DESCRIPTORS:
             return f"there are no descriptors left of {most} (RLIMIT_NOFILE)"
-        return "its process was cut off twice" if self._is_banned(peer.pid) else ""
+        return BANNED if self._is_banned(peer.pid) else ""
 
     def _is_banned(self, pid: int) -> bool:
         _struck, banned_until = self._strikes.get(pid, (0.0, 0.0))
