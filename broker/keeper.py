@@ -43,6 +43,8 @@ EXIT_KILLED = 1
 EXIT_RESTART = 75
 """A server that ends with this wants a successor (`weight-broker upgrade`)."""
 
+_LOOK_ONLY = os.WEXITED | os.WNOHANG | os.WNOWAIT
+
 Kept = dict[tuple[str, str], Item]
 
 
@@ -178,6 +180,7 @@ class Keeper:
             if not self._wait(until - time.monotonic(), link):
                 self._kill_if_due()
                 if time.monotonic() >= looked + LOOK_SECONDS:
+                    self._reap_orphans()
                     self._replace_if_mended()
                     looked = time.monotonic()
                 continue
@@ -261,10 +264,11 @@ class Keeper:
         return code
 
     def _reap_orphans(self) -> None:
-        """As the first process of a container we inherit what a dead server had started."""
+        """As the first process of a container we inherit what others had started and left."""
+        server = None if self._server is None else self._server.pid
         with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                continue
+            while (ended := os.waitid(os.P_ALL, 0, _LOOK_ONLY)) and ended.si_pid != server:
+                os.waitpid(ended.si_pid, 0)
 
     def _close(self) -> None:
         for item in self._kept.values():

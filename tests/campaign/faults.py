@@ -196,6 +196,7 @@ def run_world(
             world.close()
         except (Lost, AssertionError, OSError) as error:
             log = world.log.read_text().splitlines()[-40:]
+            campaign.told += world.states()
             campaign.told += [f"{pid}: {state}" for pid, state in world.channels().items()]
             world.kill()
             raise Lost(

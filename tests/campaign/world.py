@@ -293,6 +293,13 @@ class World:
         if code or left:
             raise Lost(f"the broker ended with {code} and left {left}")
 
+    def states(self) -> list[str]:
+        """What keeper and server do, by the kernel's word, after a failure."""
+        return [
+            f"{pid} {kernel.state(pid)} {kernel.command_line(pid)[:100]}"
+            for pid in (self.keeper, *kernel.children(self.keeper))
+        ]
+
     def channels(self) -> dict[int, Any]:
         """Where the engines' channels stand, after a failure."""
         found: dict[int, Any] = {}

@@ -608,7 +608,9 @@ def keep(broker_dir: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     yield start
     for process in started:
-        process.kill()
+        for pid in [*kernel.children(process.pid), process.pid]:
+            if process.poll() is None:
+                os.kill(pid, signal.SIGKILL)  # servers too: they hold the pipes
         process.communicate()
 
 
@@ -652,6 +654,29 @@ def test_stop_while_backing_off(
     keeper.terminate()
     assert keeper.wait(AT_ONCE_SECONDS * SCALE) == 0
     assert nothing_is_left(broker_dir)
+
+
+def test_orphans_are_reaped(keep: Callable[..., subprocess.Popen[str]]) -> None:
+    """As the first process of a container a keeper leaves no zombie of what servers have started,
+    and keeps the server."""
+    script = f"""{READY}
+import os, signal
+if os.fork() == 0:
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)
+        os.read(0, 1)
+    os._exit(0)
+signal.pause()
+"""
+    keeper = keep(script)
+    assert keeper.stdout is not None
+    said = [keeper.stdout.readline() for _ in range(2)]
+    (orphan,) = [int(line) for line in said if line.strip().isdecimal()]
+    eventually(lambda: kernel.state(orphan) == "", 5, "the orphan's end")
+    (server,) = [pid for pid in kernel.children(keeper.pid) if is_alive(pid)]
+    keeper.terminate()
+    assert keeper.wait(10 * SCALE) == 1  # a fake server has no orderly end
+    assert not is_alive(server)
 
 
 def test_server_that_does_not_stop(

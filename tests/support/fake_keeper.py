@@ -7,6 +7,7 @@ The script runs as `python -c SCRIPT RESTARTS LINK ROUTER SESSIONS`.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from pathlib import Path
 
@@ -25,11 +26,15 @@ link.send(b"ready - -\\nthe fake server is ready")
 
 
 STOP_SECONDS = 0.5
+LOOK_SECONDS = 0.2
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 def main(directory: str, longest_delay: str, script: str) -> int:
     log_to_stderr()
     module.STOP_SECONDS = STOP_SECONDS
+    module.LOOK_SECONDS = LOOK_SECONDS
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # as the first process of a container
     try:
         command = [sys.executable, "-c", script]
         keeper = Keeper(BrokerPaths(Path(directory)), command, float(longest_delay))
