@@ -38,7 +38,9 @@ from broker.logs import log_event
 from broker.loop import HUNG_UP, READ, Loop
 
 WINDOW_SECONDS = 0.01
-"""Arrivals are looked at so often while there are any, and not at all while there are none."""
+"""How soon after something arrived it is looked at, and how often while something is unfinished."""
+REST_SECONDS = 0.04
+"""After a look that found everything finished: looking costs processor time."""
 PATIENCE_SECONDS = 0.04
 """An honest request, 256 KiB at most, takes a fraction of a millisecond to arrive."""
 UNREAD_SECONDS = 1.0
@@ -121,7 +123,7 @@ class Connections:
         self._memory = Memory()
         self._usual = self._memory.resident()
         loop.add(self._monitor_number(), READ, lambda _events: self._listen())
-        loop.add(self._arrivals.fileno(), READ, lambda _events: self._look_later())
+        self._wait_for_arrivals()
         # Its descriptor is edge-triggered, and something may have come before we looked at it.
         loop.call_soon_threadsafe(self._listen)
 
@@ -316,6 +318,10 @@ class Connections:
         if self._unfinished:
             self._loop.call_later(WINDOW_SECONDS, self._look)
         else:
+            self._loop.call_later(REST_SECONDS, self._wait_for_arrivals)
+
+    def _wait_for_arrivals(self) -> None:
+        if not self._arrivals.closed:
             self._loop.add(self._arrivals.fileno(), READ, lambda _events: self._look_later())
 
     def _note(self, connection: Connection, events: int) -> None:
