@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -13,10 +13,10 @@ ONLY = Path("broker/loader/shipped.py")
 """A process of its own, for code that the broker was told to run."""
 
 
-def sources() -> Iterator[tuple[Path, ast.Module]]:
-    for package in ("broker", "engine_client"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            yield path.relative_to(ROOT), ast.parse(path.read_text())
+@functools.cache
+def sources() -> list[tuple[Path, ast.Module]]:
+    paths = [p for package in ("broker", "engine_client") for p in (ROOT / package).rglob("*.py")]
+    return [(path.relative_to(ROOT), ast.parse(path.read_text())) for path in sorted(paths)]
 
 
 def imported(tree: ast.Module) -> set[str]:

@@ -7,16 +7,17 @@ import contextlib
 import os
 import resource
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from broker import wire
-from broker.errors import BadRequest, BrokerError, Busy, LoadFailed
+from broker.errors import BadRequest, BrokerError, Busy, Cancelled, LoadFailed
 from broker.memfd import sealed_memfd
 from broker.weights import WeightKey
-from engine_client import Checkpoint
+from engine_client import Checkpoint, EngineClient
 from engine_client.session import connect
 from tests.processes.conftest import brokers, private_directory
 from tests.support.clock import SCALE, eventually
@@ -349,15 +350,24 @@ def test_stalled_loader(tight: RunningBroker, tmp_path: Path) -> None:
 # --- loads --------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor() as pool:
+        yield pool
+
+
+def load(client: EngineClient, path: Path) -> str:
+    """How the weights came about."""
+    with client.acquire(Checkpoint(path), timeout=20 * SCALE) as weights:
+        return weights.how
+
+
 def test_loads_wait_for_their_turn(
-    tight: RunningBroker, start_engine: StartEngine, tmp_path: Path
+    tight: RunningBroker, pool: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     """Loads beyond the limit are queued, say so as their progress, and then happen."""
     queued = tight.counter("loads_queued")
     tight.order_loaders(LoaderFault.STOPS_AT_START)
-    engine = start_engine(tight)
-    engine.tell("acquire", path=str(small_checkpoint(tmp_path / "first")))
-    tight.stopped_loader()
     second = Checkpoint(small_checkpoint(tmp_path / "second", tensors=2))
     stages: list[str] = []
 
@@ -369,40 +379,38 @@ def test_loads_wait_for_their_turn(
             tight.let_loader_go()
 
     with tight.client() as client:
-        weights = client.acquire(second, timeout=20 * SCALE, progress=on_progress)
-        assert weights.how == "loaded"
-        weights.release()
-    assert engine.answer()["ok"]["how"] == "loaded"
-    engine.ask("release")
+        first = pool.submit(load, client, small_checkpoint(tmp_path / "first"))
+        tight.stopped_loader()
+        with client.acquire(second, timeout=20 * SCALE, progress=on_progress) as weights:
+            assert weights.how == "loaded"
+        assert first.result() == "loaded"
     assert stages[0] == "waiting for one of 1 loaders to end"
     assert tight.counter("loads_queued") == queued + 1
-    engine.close()
 
 
 def test_queued_load_that_nobody_wants(
-    tight: RunningBroker, start_engine: StartEngine, tmp_path: Path
+    tight: RunningBroker, pool: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
     """A load that is evicted before its turn never starts, and leaves no descriptor."""
     tight.order_loaders(LoaderFault.STOPS_AT_START)
-    engine = start_engine(tight)
-    engine.tell("acquire", path=str(small_checkpoint(tmp_path / "first")))
-    tight.stopped_loader()
-    second = start_engine(tight)
-    second.tell("acquire", path=str(small_checkpoint(tmp_path / "second", tensors=2)))
-    eventually(lambda: tight.status()["broker"]["loads_queued"] == 1, 5, "the queue")
-    before = tight.open_descriptors()
-    newest = max(entry["id"] for entry in tight.status()["sets"])
-    with tight.observer() as observer:
-        observer.evict(str(newest))
-    assert second.answer()["error"] == "Cancelled"
-    assert tight.status()["broker"]["loads_queued"] == 0
-    tight.let_loader_go()
-    assert engine.answer()["ok"]["how"] == "loaded"
-    engine.ask("release")
-    eventually(lambda: tight.open_descriptors() <= before + 4, 5, "closed descriptors")
-    assert len([line for line in tight.log.read_text().splitlines() if "loader-started" in line])
-    for started in (engine, second):
-        started.close()
+    with tight.client() as client:
+        first = pool.submit(load, client, small_checkpoint(tmp_path / "first"))
+        tight.stopped_loader()
+        started = tight.counter("loads_started")
+        before = tight.open_descriptors()
+        second = pool.submit(load, client, small_checkpoint(tmp_path / "second", tensors=2))
+        eventually(lambda: tight.status()["broker"]["loads_queued"] == 1, 5, "the queue")
+        newest = max(entry["id"] for entry in tight.status()["sets"])
+        client.evict(str(newest))
+        with pytest.raises(Cancelled, match="evicted"):
+            second.result()
+        assert tight.status()["broker"]["loads_queued"] == 0
+        eventually(lambda: tight.open_descriptors() <= before, 5, "closed descriptors")
+        tight.let_loader_go()
+        assert first.result() == "loaded"
+    assert tight.counter("loads_started") == started + 1
+    lines = tight.log.read_text().splitlines()
+    assert not any("loader-started" in line and f"set={newest} " in line for line in lines)
 
 
 def test_unknown_limit_is_refused_at_start(start_broker: StartBroker) -> None:

@@ -23,7 +23,7 @@ from tests.support.streams import EndlessRequest, connect_raw, cut_conversation,
 StartEngine = Callable[..., Engine]
 
 DEVICE = "SIM-0"
-STREAM_SECONDS = 1.5
+STREAM_SECONDS = 1.0
 GROWTH_BYTES = 192 << 20
 """The stated bound: `stream_bytes`, what arrives in a tenth of a second, and slack."""
 PARTIAL_BYTES = 1 << 20
@@ -46,7 +46,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 # --- requests that never end --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("frame_bytes", [1, 1000, 200_000])
+@pytest.mark.parametrize("frame_bytes", [1, 200_000])
 def test_endless_request(
     shared_broker: RunningBroker,
     counted: Callable[[str], int],

@@ -13,16 +13,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from broker import wire
 from broker.errors import BrokerError
 from broker.sessions import receive_packet
 from broker.weights import Manifest, TensorGroup, WeightKey
-from engine_client import Checkpoint, EngineClient
-from engine_client.claim import HeldClaim
-from engine_client.deadline import Deadline
 from tests.support.streams import connect_raw, frame
+
+if TYPE_CHECKING:
+    from engine_client import EngineClient
 
 NOBODY = 65534
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,6 +79,8 @@ def raw_ping(directory: Path) -> str:
 
 def use(directory: Path, checkpoint: str) -> dict[str, str]:
     """What an engine of this user can do, operation by operation."""
+    from engine_client import Checkpoint, EngineClient
+
     with EngineClient("simulated", directory=directory) as client:
         tries: dict[str, Callable[[], object]] = {
             "acquire": lambda: client.acquire(Checkpoint(checkpoint), timeout=20).release(),
@@ -101,6 +103,9 @@ def use(directory: Path, checkpoint: str) -> dict[str, str]:
 
 def publish(client: EngineClient) -> None:
     """A tiny set, without torch."""
+    from engine_client.claim import HeldClaim
+    from engine_client.deadline import Deadline
+
     session = client._session
     key = WeightKey(device="SIM-0", name="published by another user")
     session.ask("claim", wire.Claim("p", key))
@@ -113,6 +118,8 @@ def publish(client: EngineClient) -> None:
 
 def main(arguments: list[str]) -> None:
     uid, gid, groups, command, directory, *rest = arguments
+    if command == "use":
+        import engine_client.claim  # noqa: F401 - the other user may not be able to read it
     os.setgroups([int(group) for group in groups.split(",") if group])
     os.setgid(int(gid))
     os.setuid(int(uid))
