@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -25,6 +26,7 @@ from broker.loop import HUNG_UP, READ, WRITE, Loop
 log = logging.getLogger("weight-broker")
 
 SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
+PROCESS_ENDED = "the process has ended"
 MAX_DESCRIPTORS = 4
 """Descriptors in one packet; more are a truncated packet (MSG_CTRUNC), which is refused."""
 RECEIVE_BATCH = 64
@@ -43,16 +45,20 @@ class PeerIdentity:
     uid: int
     command: str
     pidfd: int | None
+    has_ended: bool = False
 
 
 def identify(connection: socket.socket) -> PeerIdentity:
     """Ask the kernel who is at the other end; a pidfd only where the kernel has them."""
     peer = peer_credentials(connection)
+    pidfd, has_ended = None, False
     try:
-        pidfd: int | None = connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
-    except OSError:  # before Linux 6.5: end-of-file alone tells
-        pidfd = None
-    return PeerIdentity(peer.pid, peer.uid, command_of(peer.pid), pidfd)
+        pidfd = connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError as error:
+        # Before Linux 6.5 there is no such option: end-of-file alone tells. Later kernels say this
+        # of a process that has been reaped, until 6.16, which gives a pidfd of it as well.
+        has_ended = error.errno in (errno.EINVAL, errno.ESRCH)
+    return PeerIdentity(peer.pid, peer.uid, command_of(peer.pid), pidfd, has_ended)
 
 
 def command_of(pid: int) -> str:
@@ -100,7 +106,9 @@ class SessionPeer:
         connection.setblocking(False)
         loop.add(connection.fileno(), READ, self._on_event)
         if identity.pidfd is not None:
-            loop.add(identity.pidfd, READ, lambda _events: self._end("the process has ended"))
+            loop.add(identity.pidfd, READ, lambda _events: self._end(PROCESS_ENDED))
+        elif identity.has_ended:
+            loop.call_soon_threadsafe(lambda: self._end(PROCESS_ENDED))
 
     @property
     def who(self) -> str:

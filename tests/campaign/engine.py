@@ -5,6 +5,7 @@ Engines are forked from one process that has imported everything, so that thousa
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -155,6 +156,15 @@ class CampaignEngine:
                 }
                 for slot, weights in held.items()
             }
+
+    def fork_unseen(self) -> int:
+        """Fork as a library in C would, without Python's hooks: the child holds what we hold."""
+        libc = ctypes.PyDLL(None)  # the GIL must not be another thread's in the child
+        child: int = libc.fork()
+        if child == 0:
+            libc.pause()
+            libc._exit(0)
+        return child
 
     # --- reading on and on ----------------------------------------------------------------
 

@@ -71,6 +71,7 @@ class Campaign:
             Lost.
         """
         world, rng = self._world, self._rng
+        world.end_children()
         faults = rng.choices(FAULTS, [fault.weight for fault in FAULTS], k=rng.randint(1, 2))
         self.now = " + ".join(fault.name for fault in faults)
         tags = [dict(world.tags)]
@@ -113,7 +114,9 @@ class Campaign:
         kind, slot, nbytes = rng.choice(KINDS), world.new_slot(), rng.choice(SIZES)
         line = rng.choice(LINES)
         if kind == "checkpoint":
-            engine.tell("acquire", slot=slot, path=rng.choice(list(world.tags)))
+            hurry = rng.uniform(0.01, 0.5) if rng.random() < 0.2 else None
+            path = rng.choice(list(world.tags))
+            engine.tell("acquire", slot=slot, path=path, timeout=hurry)
         elif kind == "line":
             engine.tell("acquire_name", slot=slot, name=line)
         elif kind == "publish":
@@ -142,6 +145,8 @@ class Campaign:
             excused = ALWAYS_POSSIBLE | excuses
             if outcome.command == "reconnect":
                 excused |= ANY_CONNECTION
+            if outcome.arguments.get("timeout"):
+                excused |= {"RequestTimeout"}
             if outcome.kind not in excused:
                 said = f"{outcome.command} {outcome.arguments}"
                 raise Lost(f"{said}: {outcome.kind}: {outcome.sentence}")

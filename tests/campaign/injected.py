@@ -159,6 +159,16 @@ def kill_idle_engine(world: World) -> bool:
     return engine is not None
 
 
+def kill_forked_engine(world: World) -> bool:
+    """Its child holds its end of the session, which therefore sees no end-of-file."""
+    engine = _one_engine(world, busy=False)
+    if engine is None or not world.server():
+        return False
+    world.children.append(engine.ask("fork_unseen"))
+    engine.kill()
+    return True
+
+
 def kill_busy_engine(world: World) -> bool:
     engine = _one_engine(world, busy=True)
     if engine is not None:
@@ -383,6 +393,7 @@ FAULTS = [
     ),
     Fault("keeper killed", kill_keeper, None, ENDED, new_broker, weight=3),
     Fault("engine killed, idle", kill_idle_engine, weight=20),
+    Fault("engine killed, its child is not", kill_forked_engine, weight=5),
     Fault("engine killed, busy", kill_busy_engine, excuses=LOAD, weight=30),
     Fault("engine stopped", stop_engine, let_engines_go, weight=20),
     Fault("publisher dies with its claim", publisher_dies, excuses=LOAD, weight=15),

@@ -63,6 +63,7 @@ class World:
         self.published: dict[str, set[str]] = {name: set() for name in LINES}
         self.held: dict[int, dict[int, dict[str, Any]]] = {}
         self.stopped: list[int] = []
+        self.children: list[int] = []
         self.outcomes: list[Outcome] = []
         self.brokers_started = 0
         self.engines: list[Engine] = []
@@ -246,6 +247,12 @@ class World:
 
     # --- the end --------------------------------------------------------------------------
 
+    def end_children(self) -> None:
+        """What killed engines have left behind."""
+        while self.children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.children.pop(), signal.SIGKILL)
+
     def stop_engines(self) -> None:
         for engine in self.engines:
             if engine.is_alive:
@@ -284,6 +291,7 @@ class World:
 
     def close(self) -> None:
         """End the broker in order; it must leave nothing."""
+        self.end_children()
         self.stop_engines()
         self.relay.close()
         if self.broker.poll() is None:
@@ -311,6 +319,7 @@ class World:
 
     def kill(self) -> None:
         """Whatever runs still, after a failure."""
+        self.end_children()
         with contextlib.suppress(OSError):  # closed already
             self.relay.close()
         with contextlib.suppress(ProcessLookupError):
