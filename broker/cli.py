@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from broker.errors import BrokerError
 from broker.limits import parse_limits
 from broker.rundir import DEFAULT_NAME, DIRECTORY_VARIABLE
 from broker.sd_notify import notify
+from broker.stop_signals import hold_stop_signals
 
 EXIT_INTERRUPTED = 130
 
@@ -184,10 +184,7 @@ def _serve(options: argparse.Namespace) -> int:
     broker = Broker(config)
     broker.stop_on_signals()
     code = broker.run(_ready)
-    # An impatient second signal must not make a failure of an orderly end: Python would restore the
-    # default action, which kills, before it exits.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    hold_stop_signals()
     return code
 
 

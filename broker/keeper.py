@@ -26,6 +26,7 @@ from broker.link import Item, link_pair, packet_of, receive_item, try_send, wait
 from broker.listeners import Listeners
 from broker.logs import log_event
 from broker.rundir import BrokerPaths
+from broker.stop_signals import on_stop_signal
 
 STEADY_SECONDS = 10.0
 """A server that lived this long did not die of its start."""
@@ -82,10 +83,9 @@ class Keeper:
 
     def stop_on_signals(self) -> None:
         """SIGTERM and SIGINT end server and keeper in order. Only from the main thread."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        on_stop_signal(self._on_signal)
 
-    def _on_signal(self, _number: int, _frame: object) -> None:
+    def _on_signal(self, _number: signal.Signals) -> None:
         self._stopping = True
         os.eventfd_write(self._signals, 1)
 

@@ -55,6 +55,7 @@ from broker.requests import Tickets
 from broker.rundir import BrokerPaths
 from broker.served import limit_of, open_served
 from broker.sessions import PeerIdentity, SessionPeer, identify
+from broker.stop_signals import on_stop_signal
 from broker.store import Store
 
 RECEIVE_BATCH = 64
@@ -221,15 +222,13 @@ class Server:
 
         Only from the main thread.
         """
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda received, _frame: self._on_signal(received))
+        on_stop_signal(self._on_signal)
         signal.signal(signal.SIGHUP, lambda *_: self.loop.call_soon_threadsafe(self.hand_over))
 
-    def _on_signal(self, number: int) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         if self.is_stopping:
-            return  # an impatient second one finds the loop closed, or about to be
-        name = signal.Signals(number).name
-        self.loop.call_soon_threadsafe(lambda: self.stop(f"received {name}"))
+            return  # the loop is closed, or about to be
+        self.loop.call_soon_threadsafe(lambda: self.stop(f"received {number.name}"))
 
     def hand_over(self) -> None:
         """End so that a new server, perhaps of a newer version, goes on; engines notice nothing."""

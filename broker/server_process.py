@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import sys
 
@@ -10,6 +9,7 @@ from broker.errors import BrokerError
 from broker.logs import log_to_stderr
 from broker.server import Server
 from broker.service import config_from
+from broker.stop_signals import hold_stop_signals
 
 
 def main(arguments: list[str]) -> int:
@@ -25,10 +25,7 @@ def main(arguments: list[str]) -> int:
         return error.exit_code
     server.stop_on_signals()
     code = server.run()
-    # A second signal must not make a failure of an orderly end: Python would restore the default
-    # action, which kills, before it exits.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    hold_stop_signals()
     return code
 
 

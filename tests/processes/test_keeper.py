@@ -683,8 +683,8 @@ def test_server_that_does_not_stop(
     broker_dir: Path, keep: Callable[..., subprocess.Popen[str]]
 ) -> None:
     """A server that hangs when it is told to stop is killed, and the keeper's exit code is 1."""
-    script = f"{READY}\nimport signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    script += "print('deaf', flush=True)\nsignal.pause()"
+    script = f"{READY}\nimport os, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    script += "os.write(1, b'deaf\\n')\nsignal.pause()"
     keeper = keep(script)
     assert keeper.stdout is not None
     said = {keeper.stdout.readline() for _ in range(2)}
