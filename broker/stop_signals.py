@@ -10,8 +10,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 _do_nothing = operator.is_
 """Takes a handler's two arguments. Python runs a handler inside a handler; a built-in function has
-no frame in which that could happen, so signals without end cannot use up the stack. (`SIG_IGN` would
-be told as an error of ours if a signal had come just before.)"""
+no frame in which that could happen, so signals without end cannot use up the stack. (`SIG_IGN` is
+told as an error of ours if a signal has come just before.)"""
 
 
 def on_stop_signal(action: Callable[[signal.Signals], None]) -> None:
