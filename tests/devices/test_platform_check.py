@@ -8,10 +8,10 @@ import os
 import pytest
 
 from broker import platform_probe
+from broker.commands.doctor import examine
 from broker.devices.base import Canary
 from broker.devices.discovery import open_device, open_driver
 from broker.devices.roundtrip import compare_canary, prove_sharing
-from broker.doctor import examine
 from broker.errors import UnsupportedPlatformForIPCError
 from broker.platform import check_ipc_platform_support
 from broker.platform_probe import Probe

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from broker.admin import human
-from broker.devices import open_devices
-from broker.devices.base import Device, DeviceError
+from broker.commands.parsing import Commands, add_command, add_device
+from broker.commands.text import human
+from broker.device_names import AUTO
 from broker.errors import UnsupportedPlatformForIPCError
-from broker.platform import platform_steps
-from broker.platform_probe import Probe
+
+if TYPE_CHECKING:
+    from broker.devices.base import Device
+    from broker.platform_probe import Probe
+
+
+def add_to(commands: Commands) -> None:
+    text = "check step by step whether a broker can work here"
+    add_device(add_command(commands, "doctor", check_machine, text))
+
+
+def check_machine(options: argparse.Namespace) -> int:
+    return examine(",".join(options.device or [AUTO]))
 
 
 def examine(device: str, out: TextIO | None = None, probe: Probe | None = None) -> int:
@@ -23,6 +35,8 @@ def examine(device: str, out: TextIO | None = None, probe: Probe | None = None) 
         out: where to print; None: standard output.
         probe: what to look with; for tests.
     """
+    from broker.platform import platform_steps
+
     out = out or sys.stdout
     passed, failed = _marks(out)
     steps = platform_steps("broker", device, probe)
@@ -45,6 +59,9 @@ def _marks(out: TextIO) -> tuple[str, str]:
 
 
 def _devices(device: str) -> list[str]:
+    from broker.devices import open_devices
+    from broker.devices.base import DeviceError
+
     try:
         return [_described(found) for found in open_devices(device)]
     except DeviceError as error:
@@ -52,6 +69,8 @@ def _devices(device: str) -> list[str]:
 
 
 def _described(device: Device) -> str:
+    from broker.devices.base import DeviceError
+
     properties = device.properties
     try:
         free = f"{human(device.free_bytes())} of {human(properties.total_bytes)} free"

@@ -1,0 +1,70 @@
+"""`weight-broker publish` and `list`: names and their generations."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from broker.commands.parsing import Commands, add_command, observe
+from broker.commands.text import human, table
+
+
+def add_to(commands: Commands) -> None:
+    names = add_command(commands, "list", list_names, "show names and their generations")
+    names.add_argument("--json", action="store_true", help="as one JSON object")
+    publish = add_command(
+        commands,
+        "publish",
+        publish_checkpoint,
+        "load a checkpoint as a new generation of a name",
+        broker="--broker",
+    )
+    publish.add_argument("path", help="a folder, or one safetensors file")
+    publish.add_argument("--name", required=True, dest="line", help="whose new generation it is")
+    publish.add_argument("--generation", help="its label (default: the next number)")
+    publish.add_argument("--device", metavar="UUID", help="if the broker serves several devices")
+
+
+def list_names(options: argparse.Namespace) -> int:
+    with observe(options) as client:
+        rows = generations_in(client.status())
+    if options.json:
+        print(json.dumps(rows, indent=2))
+    elif rows:
+        cells = [tuple(str(cell) for cell in row.values()) for row in rows]
+        print("\n".join(table(tuple(key.upper() for key in rows[0]), cells)))
+    return 0
+
+
+def generations_in(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every generation of every name in a status, oldest set first; also those being written."""
+    rows = []
+    for entry in report["sets"]:
+        names = entry["names"] or {entry["key"]["name"]: "-"}
+        for name, label in names.items():
+            if name:
+                state = "newest" if name in entry["newest"] else entry["state"]
+                rows.append(
+                    {
+                        "name": name,
+                        "generation": label,
+                        "set": entry["id"],
+                        "state": state + (" (pinned)" if entry["pinned"] else ""),
+                        "bytes": entry["nbytes"],
+                        "leases": len(entry["leases"]),
+                        "dtype": entry["key"]["dtype"] or "-",
+                    }
+                )
+    return sorted(rows, key=lambda row: (row["name"], row["set"]))
+
+
+def publish_checkpoint(options: argparse.Namespace) -> int:
+    """Returns when the generation is resident."""
+    with observe(options) as client:
+        granted = client.publish_checkpoint(
+            options.path, options.line, generation=options.generation, device=options.device
+        )
+    where = f"{options.line}: generation {granted.generation}, set {granted.set}"
+    print(f"{where}, {human(granted.nbytes)}, {granted.how}")
+    return 0

@@ -1,0 +1,97 @@
+"""`weight-broker evict`, `pin`, `unpin` and `verify`: what becomes of resident sets."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from broker.commands.parsing import Commands, add_command, observe
+from broker.commands.text import set_numbers
+from broker.device_names import SIMULATED
+from broker.errors import LoadFailed, NotFound
+
+
+def add_to(commands: Commands) -> None:
+    evict = add_command(
+        commands, "evict", evict_sets, "forget weight sets as soon as nobody leases them"
+    )
+    evict.add_argument("set", help="a set's id, name or content identity, as status shows it")
+    pin = add_command(commands, "pin", pin_sets, "keep weight sets although nobody leases them")
+    unpin = add_command(commands, "unpin", unpin_sets, "the opposite of pin")
+    for command in (pin, unpin):
+        command.add_argument("set", help="a set's id, name or content identity")
+    verify = add_command(commands, "verify", verify_sets, "digest resident weights and compare")
+    verify.add_argument("set", nargs="?", help="a set's id or name; default: every sealed set")
+
+
+def evict_sets(options: argparse.Namespace) -> int:
+    with observe(options) as client:
+        evicted = client.evict(options.set)
+    gone = [number for number in evicted.sets if number not in evicted.draining]
+    if gone:
+        print(f"evicted: {set_numbers(gone)}")
+    if evicted.draining:
+        print(f"evicted when their last lease ends: {set_numbers(evicted.draining)}")
+    return 0
+
+
+def pin_sets(options: argparse.Namespace) -> int:
+    with observe(options) as client:
+        pinned = client.pin(options.set)
+    print(f"pinned: {set_numbers(pinned.sets)}")
+    return 0
+
+
+def unpin_sets(options: argparse.Namespace) -> int:
+    with observe(options) as client:
+        unpinned = client.unpin(options.set)
+    print(f"not pinned any more: {set_numbers(unpinned.sets)}")
+    return 0
+
+
+def verify_sets(options: argparse.Namespace) -> int:
+    """Digest what is resident and compare with what was loaded.
+
+    Raises:
+        LoadFailed: a set's bytes are not what its identity says.
+        NotFound: no sealed set of that id or name.
+    """
+    with observe(options) as observer:
+        report = observer.status()
+    chosen = [entry for entry in report["sets"] if _is_chosen(entry, options.set)]
+    if not chosen:
+        what = "weight set that came from a checkpoint"
+        if options.set:
+            what = f"sealed weight set {options.set!r}"
+        raise NotFound(f"there is no {what} to verify; `status` lists what is resident")
+    for entry in chosen:
+        _verify(entry, SIMULATED if report["broker"]["simulated"] else None, options)
+    return 0
+
+
+def _is_chosen(entry: dict[str, Any], which: str | None) -> bool:
+    # What an engine published is whatever its key says: there is nothing to compare with.
+    if entry["state"] != "sealed" or entry["path"] is None:
+        return False
+    return which is None or which in (str(entry["id"]), *entry["names"])
+
+
+def _verify(entry: dict[str, Any], simulated: str | None, options: argparse.Namespace) -> None:
+    from broker.checkpoints.identity import slab_identity
+    from engine_client.client import EngineClient
+
+    device = simulated or entry["key"]["device"]
+    broker, directory = options.name, options.directory
+    with (
+        EngineClient(device, broker=broker, directory=directory, label="verify") as client,
+        client.acquire(client.key_of(entry)) as weights,
+    ):
+        found = slab_identity(weights.manifest, weights.read)
+    if found != entry["key"]["checkpoint"]:
+        raise LoadFailed(
+            f"set {entry['id']} is damaged: its bytes are {found}, loaded was "
+            f"{entry['key']['checkpoint']}; evict it and load it again",
+            reason="damaged",
+            set=entry["id"],
+        )
+    print(f"set {entry['id']}: {entry['nbytes']} bytes, {found}: as loaded")

@@ -1,0 +1,34 @@
+"""What commands print, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def human(nbytes: int) -> str:
+    """Bytes as people read them, in powers of 1024."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def shown(text: str | None) -> str:
+    """What an engine says of itself, without what would move the cursor of a terminal."""
+    plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text or "")
+    return plain or "-"
+
+
+def set_numbers(sets: Iterable[int]) -> str:
+    return ", ".join(f"set {number}" for number in sets)
+
+
+def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines of a plain table, columns two spaces apart."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (header, *rows)
+    ]
