@@ -46,7 +46,8 @@ def log_event(event: str, /, *, level: int = logging.INFO, **facts: object) -> N
     """Write one line. `None` facts are left out. From the loop's thread.
 
     Past `BURST_LINES` at once, `LINES_A_SECOND` go through; the next that does says how many did
-    not (`suppressed=`). Counters count them all.
+    not (`suppressed=`). Counters count them all. Handlers find both apart as `event` and `facts` of
+    the record.
     """
     now = clock()
     bucket = _buckets.setdefault(event, _Bucket(now))
@@ -59,7 +60,8 @@ def log_event(event: str, /, *, level: int = logging.INFO, **facts: object) -> N
     if bucket.suppressed:
         facts["suppressed"] = bucket.suppressed
         bucket.suppressed = 0
-    _log.log(level, "%s", format_event(event, facts))
+    known = {key: value for key, value in facts.items() if value is not None}
+    _log.log(level, "%s", format_event(event, known), extra={"event": event, "facts": known})
 
 
 def format_event(event: str, facts: dict[str, object]) -> str:
