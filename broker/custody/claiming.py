@@ -57,7 +57,10 @@ class Claiming(Asking):
         self._check_may_write(session)
         if request.key.name:
             self._check_may_name(line_of(request.key, request.key.name))
-        self._new_set(request.key, session, request.lease).label = request.generation
+        record = self._new_set(request.key, session, request.lease)
+        record.label = request.generation
+        name = request.key.name or None
+        self._log("claim-granted", set=record.id, session=session, name=name)
         self._reply(ticket, wire.Claimed(request.lease))
 
     def _check_fresh(self, key: WeightKey, demand: wire.Demand) -> None:

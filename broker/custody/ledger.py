@@ -345,7 +345,9 @@ class Ledger:
         record.places[line] = next(self._clock)
         self._touch(record)
         record.superseded = False
-        self._announce("new-generation", [name], generation=record.generations[line], set=record.id)
+        label = record.generations[line]
+        self._log("set-named", set=record.id, name=name, generation=label)
+        self._announce("new-generation", [name], generation=label, set=record.id)
         for older in [self.sets[set_id] for set_id in generations[:-1]]:
             self._supersede(older, record, name)
 
