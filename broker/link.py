@@ -20,11 +20,11 @@ import errno
 import os
 import select
 import socket
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-MAX_DESCRIPTORS = 4
+from broker.packets import receive_packet
+
 QUEUE_BYTES = 4 << 20
 """Room for what a server records while the keeper is closing memory."""
 INLINE_BYTES = 32 * 1024
@@ -86,16 +86,8 @@ def receive_item(link: socket.socket) -> Item | None:
     Raises:
         OSError: as `recvmsg`; also if descriptors did not fit (this process has too many open).
     """
-    room = socket.CMSG_SPACE(MAX_DESCRIPTORS * struct.calcsize("i"))
-    try:
-        packet, ancillary, flags, _ = link.recvmsg(2 * INLINE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
-    except ConnectionResetError:  # it died with packets of ours unread
-        return None
-    descriptors = array.array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-    if flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
+    packet, descriptors, cut = receive_packet(link, 2 * INLINE_BYTES)
+    if cut:
         for descriptor in descriptors:
             os.close(descriptor)
         raise OSError("a packet of the link arrived cut: too many descriptors are open")
@@ -103,7 +95,7 @@ def receive_item(link: socket.socket) -> Item | None:
         return None
     head, _, record = packet.partition(b"\n")
     verb, kind_, key = head.decode().split(" ", 2)
-    return Item(verb, kind_, key, record, list(descriptors))
+    return Item(verb, kind_, key, record, descriptors)
 
 
 def pack_record(record: bytes, descriptors: Sequence[int]) -> tuple[bytes, list[int], int | None]:

@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 import socket
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +21,12 @@ from broker.credentials import peer_credentials
 from broker.errors import BadRequest, BrokerError, Busy
 from broker.limits import Limits, descriptor_limit
 from broker.loop import HUNG_UP, READ, WRITE, Loop
+from broker.packets import MAX_DESCRIPTORS, receive_packet
 
 log = logging.getLogger("weight-broker")
 
 SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
 PROCESS_ENDED = "the process has ended"
-MAX_DESCRIPTORS = 4
-"""Descriptors in one packet; more are a truncated packet (MSG_CTRUNC), which is refused."""
 RECEIVE_BATCH = 64
 """Packets of one session handled before others get their turn."""
 SPARE_DESCRIPTORS = 96
@@ -246,7 +244,9 @@ class SessionPeer:
         if not self._open or self._unsent:
             return False
         try:
-            packet, descriptors, truncated = receive_packet(self._connection)
+            packet, descriptors, truncated = receive_packet(
+                self._connection, wire.MAX_SESSION_PACKET_BYTES
+            )
         except BlockingIOError:
             return False
         except OSError as error:
@@ -306,20 +306,3 @@ class SessionPeer:
                 limit="RLIMIT_NOFILE",
                 value=most,
             )
-
-
-def receive_packet(connection: socket.socket) -> tuple[bytes, list[int], bool]:
-    """One packet, its descriptors (close-on-exec, owned by the caller), and whether it was cut.
-
-    Raises `OSError` as `recvmsg` does; an empty packet without descriptors is end-of-file.
-    """
-    room = socket.CMSG_SPACE(MAX_DESCRIPTORS * struct.calcsize("i"))
-    packet, ancillary, flags, _address = connection.recvmsg(
-        wire.MAX_SESSION_PACKET_BYTES, room, socket.MSG_CMSG_CLOEXEC
-    )
-    descriptors = array.array("i")
-    for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-    cut = bool(flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC))
-    return packet, list(descriptors), cut

@@ -24,7 +24,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from broker import wire
 from broker.errors import BrokerError, BrokerLost, InternalError, NoSession, from_payload
-from broker.sessions import receive_packet
+from broker.packets import receive_packet
 from engine_client.calls import Call, close_all, send_packet
 
 log = logging.getLogger("weight-broker.client")
@@ -317,11 +317,11 @@ class Channel:
     def _receive_packets(self) -> None:
         while True:
             try:
-                packet, descriptors, truncated = receive_packet(self._connection)
+                packet, descriptors, truncated = receive_packet(
+                    self._connection, wire.MAX_SESSION_PACKET_BYTES
+                )
             except BlockingIOError:
                 return
-            except ConnectionResetError:
-                packet, descriptors, truncated = b"", [], False
             if not packet:
                 self._receive_last_replies()
                 self.finish(BrokerLost("the broker has ended; mapped weights stay readable"))

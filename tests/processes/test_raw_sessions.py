@@ -18,7 +18,7 @@ from broker.checkpoints.describe import describe_source
 from broker.checkpoints.files import open_checkpoint
 from broker.limits import DEFAULTS
 from broker.memfd import sealed_memfd
-from broker.sessions import MAX_DESCRIPTORS
+from broker.packets import MAX_DESCRIPTORS
 from broker.weights import WeightKey, align_up
 from engine_client import Checkpoint
 from tests.support.clock import SCALE, eventually

@@ -42,7 +42,12 @@ def main(directory: str, longest_delay: str, script: str) -> int:
         print(error.sentence, file=sys.stderr)
         return error.exit_code
     keeper.stop_on_signals()
-    return keeper.run(lambda line: print(line, flush=True))
+    return keeper.run(_say)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")  # in one piece: the server writes into the same pipe
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from broker import wire
 from broker.errors import BrokerError
-from broker.sessions import receive_packet
+from broker.packets import receive_packet
 from broker.weights import Manifest, TensorGroup, WeightKey
 from tests.support.streams import connect_raw, frame
 
@@ -55,7 +55,7 @@ def raw_session(directory: Path) -> str:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.settimeout(10)
         connection.connect(str(directory / "default.session"))
-        packet, _descriptors, _cut = receive_packet(connection)
+        packet, _descriptors, _cut = receive_packet(connection, wire.MAX_SESSION_PACKET_BYTES)
         message = wire.decode_to_engine(packet)
         said = message.payload if isinstance(message, wire.Refused) else "welcome"
         return f"{type(message).__name__}: {said}"

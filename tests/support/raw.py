@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 
 from broker import wire
-from broker.sessions import receive_packet
+from broker.packets import receive_packet
 from tests.support.clock import SCALE
 
 ANSWER_SECONDS = 5.0
@@ -92,10 +92,7 @@ class RawSession(_Closing):
 
     def receive(self) -> Any:
         """The next packet as its struct; None at the broker's end of file."""
-        try:
-            packet, descriptors, _cut = receive_packet(self.socket)
-        except ConnectionResetError:
-            return None
+        packet, descriptors, _cut = receive_packet(self.socket, wire.MAX_SESSION_PACKET_BYTES)
         self.delivered += descriptors
         return wire.decode_to_engine(packet) if packet else None
 
