@@ -8,6 +8,7 @@ from pathlib import Path
 from broker.device_names import AUTO, SIMULATED, means_gpus
 from broker.errors import BadRequest
 from broker.limits import Limits
+from broker.logs import LOG_FORMATS
 from broker.rundir import DEFAULT_NAME
 
 RESERVE_FRACTION = 1 / 16
@@ -33,6 +34,7 @@ class BrokerConfig:
         loader_threads: threads that read in one loader process.
         limits: what peers may use (limits.py).
         group: number of the group whose members may use this broker too; None: only our own user.
+        log_format: one of `LOG_FORMATS` (logs.py).
     """
 
     name: str = DEFAULT_NAME
@@ -44,15 +46,17 @@ class BrokerConfig:
     loader_threads: int = 2
     limits: Limits = field(default_factory=Limits)
     group: int | None = None
+    log_format: str = LOG_FORMATS[0]
 
     def __post_init__(self) -> None:
         if self.device != SIMULATED and not means_gpus(self.device):
             raise BadRequest(
                 f"--device {self.device}: choose auto, cuda or simulated, or name GPUs by number "
-                "(cuda:1) or UUID, several separated by commas"
+                "(cuda:1) or UUID, several separated by commas",
+                setting="device",
             )
         if self.loader_threads < 1:
-            raise BadRequest("--loader-threads must be at least 1")
+            raise BadRequest("--loader-threads must be at least 1", setting="loader-threads")
         memory_limit_bytes(self.memory_limit, free_bytes=0, total_bytes=1)
 
 
@@ -65,19 +69,27 @@ def memory_limit_bytes(text: str | None, *, free_bytes: int, total_bytes: int) -
     if text is None:
         return int(free_bytes * (1 - RESERVE_FRACTION))
     word = text.strip().lower()
+    is_share = word.endswith("%")
     try:
-        if word.endswith("%"):
-            share = float(word[:-1])
-            if not 0 < share <= 100:
-                raise ValueError(share)
-            return int(total_bytes * share / 100)
-        digits = word.rstrip("bi").rstrip("kmgt")
-        unit = word[len(digits) :].rstrip("bi")
-        nbytes = int(float(digits) * _UNITS[unit])
-        if nbytes <= 0:
-            raise ValueError(nbytes)
+        number = float(word[:-1]) if is_share else _bytes(word)
+        int(number)  # refuses what is not finite
     except (ValueError, KeyError, OverflowError) as error:
-        raise BadRequest(
-            f"--memory-limit {text!r}: give bytes (8589934592, 8g, 512m) or a share (80%)"
-        ) from error
-    return nbytes
+        raise _no_limit(text, "that is no number of bytes") from error
+    if number <= 0 or (not is_share and number < 1):
+        raise _no_limit(text, "no weights at all would fit")
+    if is_share and number > 100:
+        raise _no_limit(text, "that is more memory than a device has")
+    return int(total_bytes * number / 100) if is_share else int(number)
+
+
+def _bytes(word: str) -> float:
+    digits = word.rstrip("bi").rstrip("kmgt")
+    return float(digits) * _UNITS[word[len(digits) :].rstrip("bi")]
+
+
+def _no_limit(text: str, why: str) -> BadRequest:
+    return BadRequest(
+        f"--memory-limit {text!r}: {why}; give bytes (8589934592, 8g, 512m) or a share of each "
+        "device's memory, up to 100%",
+        setting="memory-limit",
+    )

@@ -1,7 +1,8 @@
-"""The log: one line an event, to standard error, as `event key=value …` (docs/reliability.md).
+"""The log: one line an event, to standard error (docs/reliability.md).
 
-Values never contain tensor data or a session's token, and whatever a peer made up is quoted: nobody
-can write lines of his own into the log.
+For people `time LEVEL event key=value …`, for programs a JSON object with the same fields. Values
+never contain tensor data or a session's token, and whatever a peer made up is quoted: nobody can
+write lines of his own into the log.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ import json
 import logging
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime, timezone
 
 _log = logging.getLogger("weight-broker")
+
+LOG_FORMATS = ("text", "json")
 
 BURST_LINES = 100
 """Lines of one event at once; a peer that causes more of them fills no disk."""
@@ -21,12 +26,57 @@ MAX_VALUE_CHARACTERS = 2000
 _PLAIN = re.compile(r"[!#-<>-~]+")  # printable ASCII but space, quote and equals sign
 
 
-def log_to_stderr() -> None:
-    """One line an event."""
+def log_to_stderr(log_format: str = LOG_FORMATS[0]) -> None:
+    """One line an event, in one of `LOG_FORMATS`. For the process's start."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(_FORMATTERS[log_format]())
     _log.addHandler(handler)
     _log.setLevel(logging.INFO)
+
+
+class _TextFormatter(logging.Formatter):
+    """A line for a person. A traceback, which few lines have, follows it."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+
+class _JsonFormatter(logging.Formatter):
+    """One object a line, `time` in UTC and `level` ahead of the event and its facts."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.fromtimestamp(record.created, timezone.utc)
+        line: dict[str, object] = {
+            "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+        }
+        event = getattr(record, "event", None)
+        facts = getattr(record, "facts", {})
+        line["event"] = "message" if event is None else event
+        if event is None:
+            line["text"] = _cut(record.getMessage())
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        # No fact may pass for the time or the event.
+        said = {key: _plain(value) for key, value in facts.items()}
+        return json.dumps({**line, **said, **line})
+
+
+def _plain(value: object) -> object:
+    """A number as it is, whatever else as text."""
+    is_number = isinstance(value, bool | int | float)
+    return value if is_number else _cut(str(value))
+
+
+def _cut(text: str) -> str:
+    is_long = len(text) > MAX_VALUE_CHARACTERS
+    return text[:MAX_VALUE_CHARACTERS] + "…" if is_long else text
+
+
+_FORMATTERS: dict[str, Callable[[], logging.Formatter]] = {
+    "text": _TextFormatter,
+    "json": _JsonFormatter,
+}
 
 
 @dataclass
@@ -71,7 +121,5 @@ def format_event(event: str, facts: dict[str, object]) -> str:
 
 
 def _quoted(value: object) -> str:
-    text = str(value)
-    if len(text) > MAX_VALUE_CHARACTERS:
-        text = text[:MAX_VALUE_CHARACTERS] + "…"
+    text = _cut(str(value))
     return text if _PLAIN.fullmatch(text) else json.dumps(text)

@@ -32,6 +32,7 @@ from types import TracebackType
 from broker.errors import BadRequest, BrokerNotFound, Busy
 
 DIRECTORY_VARIABLE = "WEIGHT_BROKER_DIR"
+NAME_VARIABLE = "WEIGHT_BROKER_NAME"
 DEFAULT_NAME = "default"
 MAX_NAME_LENGTH = 64
 MAX_SOCKET_PATH_BYTES = 107
@@ -223,6 +224,11 @@ class BrokerPaths:
     @property
     def lock(self) -> Path:
         return self.directory / f"{self.name}.lock"
+
+
+def default_name(environ: Mapping[str, str] | None = None) -> str:
+    """Which broker is meant where nothing says so: $WEIGHT_BROKER_NAME, else "default"."""
+    return (os.environ if environ is None else environ).get(NAME_VARIABLE) or DEFAULT_NAME
 
 
 def check_name(name: str) -> None:

@@ -15,8 +15,8 @@ from broker.stop_signals import hold_stop_signals
 def main(arguments: list[str]) -> int:
     """Serve until told to stop; the exit code, which tells the keeper whether to go on."""
     options, restarts, *descriptors = arguments
-    log_to_stderr()
     config, paths = config_from(options)
+    log_to_stderr(config.log_format)
     link, router, sessions = (socket.socket(fileno=int(number)) for number in descriptors)
     try:
         server = Server(config, paths, link, router, sessions, int(restarts))

@@ -21,7 +21,7 @@ from broker.checkpoints.model_config import read_config
 from broker.device_names import AUTO
 from broker.errors import BadRequest, BrokerError, RequestTimeout
 from broker.quantization import check_ipc_quant_support, quantization_config_in
-from broker.rundir import DEFAULT_NAME
+from broker.rundir import default_name
 from broker.weights import WeightKey
 from engine_client.checkpoint import Checkpoint
 from engine_client.deadline import Deadline
@@ -52,7 +52,8 @@ class EngineClient(Operator, Publisher):
     Args:
         device: "cuda:N" as torch numbers them, or a UUID; "cuda" or None: the first GPU that this
             process sees and the broker serves; "simulated" for the demonstration device.
-        broker: the broker's name (`weight-broker serve --name`).
+        broker: the broker's name (`weight-broker serve --name`); None: $WEIGHT_BROKER_NAME, else
+            "default".
         directory: where its sockets are; None: $WEIGHT_BROKER_DIR or the documented defaults.
         label: what `weight-broker status` shows for this engine; None: the program's name.
         timeout: seconds for connecting; not for loads.
@@ -68,16 +69,17 @@ class EngineClient(Operator, Publisher):
         self,
         device: str | None = None,
         *,
-        broker: str = DEFAULT_NAME,
+        broker: str | None = None,
         directory: str | os.PathLike[str] | None = None,
         label: str | None = None,
         timeout: float | None = 10.0,
     ) -> None:
         wanted = device or AUTO
         where = None if directory is None else Path(directory)
-        platform = check_platform(wanted, broker, where).platform
+        name = default_name() if broker is None else broker
+        platform = check_platform(wanted, name, where).platform
         self._session: Session = connect(
-            broker,
+            name,
             where,
             platform=platform,
             label=Path(sys.argv[0]).name if label is None else label,

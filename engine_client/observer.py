@@ -15,7 +15,7 @@ from broker.checkpoints.files import open_checkpoint
 from broker.checkpoints.model_config import read_config
 from broker.errors import BadRequest, BrokerLost, RequestTimeout
 from broker.quantization import check_ipc_quant_support, quantization_config_in
-from broker.rundir import DEFAULT_NAME
+from broker.rundir import default_name
 from engine_client.deadline import Deadline
 from engine_client.progress import progress_printer
 from engine_client.session import Session, connect
@@ -95,11 +95,15 @@ class Operator:
 class Observer(Operator):
     """A session without a device. Also a context manager.
 
+    Args:
+        name, directory: as `broker` and `directory` of `EngineClient`.
+
     Raises:
         BrokerNotFound: nobody listens; the sentence lists every path tried.
     """
 
-    def __init__(self, name: str = DEFAULT_NAME, directory: Path | None = None) -> None:
+    def __init__(self, name: str | None = None, directory: Path | None = None) -> None:
+        name = default_name() if name is None else name
         self._session = connect(name, directory, platform=wire.NO_PLATFORM)
         self._lost = threading.Event()
         self._session.on_lost(self._lost.set)

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, TextIO
 
-from broker.commands.parsing import Commands, add_command, add_device
+from broker.commands.parsing import Commands, Examples, add_device, add_plain
 from broker.commands.text import human
 from broker.device_names import AUTO
 from broker.errors import UnsupportedPlatformForIPCError
@@ -15,10 +15,15 @@ if TYPE_CHECKING:
     from broker.devices.base import Device
     from broker.platform_probe import Probe
 
+EXAMPLES: Examples = (
+    ("doctor", "every GPU that this process sees"),
+    ("doctor --device simulated", "the device for trying out"),
+)
+
 
 def add_to(commands: Commands) -> None:
     text = "check step by step whether a broker can work here"
-    add_device(add_command(commands, "doctor", check_machine, text))
+    add_device(add_plain(commands, "doctor", check_machine, text, examples=EXAMPLES))
 
 
 def check_machine(options: argparse.Namespace) -> int:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import argparse
 
-from broker.commands.parsing import Commands, add_command, observe
+from broker.commands.parsing import Commands, Examples, add_command, observe
+
+UPGRADE: Examples = (("upgrade", "after pip has installed another version"),)
+SHUTDOWN: Examples = (
+    ("shutdown", "refused while engines hold leases"),
+    ("shutdown --force", "their mappings stay valid, but nobody can attach any more"),
+)
 
 
 def add_to(commands: Commands) -> None:
-    add_command(commands, "upgrade", upgrade, "replace the server; engines notice nothing")
-    stop = add_command(commands, "shutdown", shut_down, "stop the broker in order")
+    text = "replace the server by the version installed now; engines notice nothing"
+    add_command(commands, "upgrade", upgrade, text, examples=UPGRADE)
+    text = "stop the broker in order"
+    stop = add_command(commands, "shutdown", shut_down, text, examples=SHUTDOWN)
     stop.add_argument("--force", action="store_true", help="also while engines hold leases")
 
 

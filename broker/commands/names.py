@@ -6,19 +6,25 @@ import argparse
 import json
 from typing import Any
 
-from broker.commands.parsing import Commands, add_command, observe
+from broker.commands.parsing import Commands, Examples, add_command, observe
 from broker.commands.text import human, table
 
 
 def add_to(commands: Commands) -> None:
-    names = add_command(commands, "list", list_names, "show names and their generations")
+    examples: Examples = (("list", "every name and its generations, the newest last"),)
+    text = "show names and their generations"
+    names = add_command(commands, "list", list_names, text, examples=examples)
     names.add_argument("--json", action="store_true", help="as one JSON object")
+    examples = (
+        (
+            "publish /models/m --name prod",
+            "load it if need be; it is then prod's newest generation",
+        ),
+        ("publish /models/m --name prod --generation rc1", "the same with a label of one's own"),
+    )
+    text = "load a checkpoint as a new generation of a name"
     publish = add_command(
-        commands,
-        "publish",
-        publish_checkpoint,
-        "load a checkpoint as a new generation of a name",
-        broker="--broker",
+        commands, "publish", publish_checkpoint, text, examples=examples, broker="--broker"
     )
     publish.add_argument("path", help="a folder, or one safetensors file")
     publish.add_argument("--name", required=True, dest="line", help="whose new generation it is")

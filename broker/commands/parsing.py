@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from broker.rundir import DEFAULT_NAME, DIRECTORY_VARIABLE
+from broker.rundir import DEFAULT_NAME, DIRECTORY_VARIABLE, NAME_VARIABLE, default_name
 
 if TYPE_CHECKING:
     from engine_client.observer import Observer
@@ -16,29 +16,76 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # n
 """What commands are added to; argparse has no public name for it."""
 Command: TypeAlias = Callable[[argparse.Namespace], int]
 """Carries a command out and returns the exit code."""
+Examples: TypeAlias = tuple[tuple[str, str], ...]
+"""What may be typed after `weight-broker`, and what it does."""
 
 
 def add_command(
-    commands: Commands, name: str, command: Command, text: str, *, broker: str = "--name"
+    commands: Commands,
+    name: str,
+    command: Command,
+    text: str,
+    *,
+    examples: Examples,
+    notes: str = "",
+    broker: str = "--name",
 ) -> argparse.ArgumentParser:
-    """Add a command that is about one broker; its parser, for further options.
+    """Add a command that asks a running broker; its parser, for further options.
 
     Args:
         text: what it does, as a clause in lower case.
+        notes: what else there is to say, at the end of `--help`.
         broker: the option that says which broker, where `--name` means something else.
     """
-    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    parser.set_defaults(command=command)
+    parser = add_plain(commands, name, command, text, examples=examples, notes=notes)
     parser.add_argument(
-        broker, dest="name", default=DEFAULT_NAME, help="which broker (default: %(default)s)"
+        broker,
+        dest="name",
+        metavar="NAME",
+        default=default_name(),
+        help=f"which broker (default: ${NAME_VARIABLE} or {DEFAULT_NAME})",
     )
     parser.add_argument(
         "--dir",
         type=Path,
         dest="directory",
+        metavar="PATH",
         help=f"directory of its sockets (default: ${DIRECTORY_VARIABLE} or the user's own)",
     )
     return parser
+
+
+def add_plain(
+    commands: Commands,
+    name: str,
+    command: Command,
+    text: str,
+    *,
+    examples: Examples,
+    notes: str = "",
+) -> argparse.ArgumentParser:
+    """Add a command that needs no running broker; as `add_command`."""
+    parser = commands.add_parser(
+        name,
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        epilog="\n".join([*_shown(examples), *(["", notes] if notes else [])]),
+        formatter_class=_Formatter,
+    )
+    parser.set_defaults(command=command)
+    return parser
+
+
+def _shown(examples: Examples) -> list[str]:
+    lines = [f"  weight-broker {typed}\n      {meaning}" for typed, meaning in examples]
+    return ["examples:", *lines]
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Leaves the examples as they are, and the options' names on lines with their texts."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -3,73 +3,73 @@
 from __future__ import annotations
 
 import argparse
+import os
+from typing import Any
 
-from broker.commands.parsing import Commands, add_command, add_device
-from broker.config import BrokerConfig
-from broker.credentials import group_id
-from broker.device_names import AUTO
-from broker.limits import parse_limits
+from broker.commands.parsing import Commands, Examples, add_plain
+from broker.configuration import CONFIG_OPTION, CONFIG_VARIABLE, configure
 from broker.sd_notify import notify
+from broker.settings import SETTINGS, Kind, Setting
 from broker.stop_signals import hold_stop_signals
+
+EXAMPLES: Examples = (
+    ("serve", "every GPU that this process sees"),
+    ("serve --device cuda:1 --memory-limit 40g", "one GPU, at most 40 GiB of it"),
+    ("serve --device simulated", "host memory, for trying out"),
+    ("serve --preload /models/m --log-format json", "a checkpoint that is there from the start"),
+    ("serve --config /etc/weight-broker.toml --print-config", "what would count, and why"),
+)
+NOTES = f"""\
+Settings may also be variables (WEIGHT_BROKER_MEMORY_LIMIT for --memory-limit)
+or keys of a TOML file (memory-limit), which {CONFIG_OPTION} or
+${CONFIG_VARIABLE} names. An option counts more than a variable, a
+variable more than the file. docs/configuration.md has all.
+"""
 
 
 def add_to(commands: Commands) -> None:
-    serve = add_command(
-        commands, "serve", serve_engines, "hold weights for the engines of this node"
-    )
-    add_device(serve)
+    text = "hold weights for the engines of this node"
+    serve = add_plain(commands, "serve", serve_engines, text, examples=EXAMPLES, notes=NOTES)
+    for setting in SETTINGS:
+        serve.add_argument(setting.option, **_argument(setting))
+    serve.add_argument(CONFIG_OPTION, metavar="FILE", help="TOML file with any of these settings")
     serve.add_argument(
-        "--memory-limit",
-        metavar="BYTES|SHARE",
-        help="per device: 8g, 512m or 80%% (default: what is free at the start less a sixteenth)",
-    )
-    serve.add_argument(
-        "--preload",
-        action="append",
-        default=[],
-        metavar="PATH",
-        help="load this checkpoint at the start and keep it (may be given several times)",
-    )
-    serve.add_argument(
-        "--allow-loaders",
+        "--print-config",
         action="store_true",
-        help="run loaders that engines ship (code of theirs, in a process of its own)",
+        help="print every setting's value and where it comes from, and end",
     )
-    serve.add_argument(
-        "--group",
-        metavar="NAME",
-        help="engines of this group's members may use the broker too (docs/security.md)",
-    )
-    serve.add_argument(
-        "--limit",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="what peers may use, e.g. sessions=1000 (may be given several times; docs/limits.md "
-        "lists all)",
-    )
-    serve.add_argument(
-        "--loader-threads", type=int, default=2, help="reading threads of one load (default: 2)"
-    )
+
+
+def _argument(setting: Setting) -> dict[str, Any]:
+    """What the parser is told of a setting. No default: which value counts is decided later."""
+    said = setting.help
+    if setting.kind in (Kind.LIST, Kind.LIMITS):
+        said += "; may be given several times"
+    if setting.default not in (None, [], False):
+        shown = setting.default if not isinstance(setting.default, list) else setting.default[0]
+        said += f" (default: {shown})"
+    argument: dict[str, Any] = {"help": said.replace("%", "%%")}
+    if setting.kind is Kind.SWITCH:
+        return {**argument, "action": argparse.BooleanOptionalAction}
+    if setting.kind is Kind.NUMBER:
+        argument["type"] = int
+    if setting.kind in (Kind.LIST, Kind.LIMITS):
+        argument["action"] = "append"
+    return {**argument, "metavar": setting.metavar, "choices": setting.choices or None}
 
 
 def serve_engines(options: argparse.Namespace) -> int:
     """Returns when the broker has ended."""
+    from broker.commands.print_config import as_toml
     from broker.logs import log_to_stderr
     from broker.service import Broker
 
-    log_to_stderr()
-    config = BrokerConfig(
-        name=options.name,
-        directory=options.directory,
-        device=",".join(options.device or [AUTO]),
-        memory_limit=options.memory_limit,
-        preload=tuple(options.preload),
-        allow_loaders=options.allow_loaders,
-        loader_threads=options.loader_threads,
-        limits=parse_limits(options.limit),
-        group=None if options.group is None else group_id(options.group),
-    )
+    configuration = configure(vars(options), os.environ, options.config)
+    config = configuration.broker_config()
+    if options.print_config:
+        print(as_toml(configuration), end="")
+        return 0
+    log_to_stderr(config.log_format)
     broker = Broker(config)
     broker.stop_on_signals()
     code = broker.run(_ready)

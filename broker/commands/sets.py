@@ -5,22 +5,35 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from broker.commands.parsing import Commands, add_command, observe
+from broker.commands.parsing import Commands, Examples, add_command, observe
 from broker.commands.text import set_numbers
 from broker.device_names import SIMULATED
 from broker.errors import LoadFailed, NotFound
 
+EVICT: Examples = (
+    ("evict 3", "set 3, as status numbers them"),
+    ("evict prod", "every set that has this name"),
+)
+PIN: Examples = (("pin prod", "also when memory is needed, or a newer generation comes"),)
+UNPIN: Examples = (("unpin prod", "they stay until memory is needed or they are superseded"),)
+VERIFY: Examples = (
+    ("verify", "every sealed set that came from a checkpoint"),
+    ("verify prod", "those of this name"),
+)
+
 
 def add_to(commands: Commands) -> None:
-    evict = add_command(
-        commands, "evict", evict_sets, "forget weight sets as soon as nobody leases them"
-    )
+    text = "forget weight sets as soon as nobody leases them"
+    evict = add_command(commands, "evict", evict_sets, text, examples=EVICT)
     evict.add_argument("set", help="a set's id, name or content identity, as status shows it")
-    pin = add_command(commands, "pin", pin_sets, "keep weight sets although nobody leases them")
-    unpin = add_command(commands, "unpin", unpin_sets, "the opposite of pin")
+    text = "keep weight sets although nobody leases them"
+    pin = add_command(commands, "pin", pin_sets, text, examples=PIN)
+    text = "let pinned weight sets go when nobody leases them"
+    unpin = add_command(commands, "unpin", unpin_sets, text, examples=UNPIN)
     for command in (pin, unpin):
         command.add_argument("set", help="a set's id, name or content identity")
-    verify = add_command(commands, "verify", verify_sets, "digest resident weights and compare")
+    text = "digest resident weights and compare with what was loaded"
+    verify = add_command(commands, "verify", verify_sets, text, examples=VERIFY)
     verify.add_argument("set", nargs="?", help="a set's id or name; default: every sealed set")
 
 

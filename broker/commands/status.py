@@ -7,14 +7,19 @@ import json
 import time
 from typing import Any
 
-from broker.commands.parsing import Commands, add_command, observe
+from broker.commands.parsing import Commands, Examples, add_command, observe
 from broker.commands.text import human, shown, table
 
 COLUMNS = ("SET", "STATE", "NAME", "BYTES", "TENSORS", "LEASES", "WAITING", "DTYPE", "FROM")
 
 
 def add_to(commands: Commands) -> None:
-    status = add_command(commands, "status", print_status, "show everything on the broker's books")
+    examples: Examples = (
+        ("status", "who holds what"),
+        ("status --json", "the same for programs (docs/status.schema.json)"),
+    )
+    text = "show everything on the broker's books"
+    status = add_command(commands, "status", print_status, text, examples=examples)
     status.add_argument("--json", action="store_true", help="as one JSON object")
 
 
