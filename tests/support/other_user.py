@@ -119,7 +119,8 @@ def publish(client: EngineClient) -> None:
 def main(arguments: list[str]) -> None:
     uid, gid, groups, command, directory, *rest = arguments
     if command == "use":
-        import engine_client.claim  # noqa: F401 - the other user may not be able to read it
+        import engine_client.claim
+        import engine_client.client  # noqa: F401 - the other user may not be able to read them
     os.setgroups([int(group) for group in groups.split(",") if group])
     os.setgid(int(gid))
     os.setuid(int(uid))
