@@ -7,6 +7,7 @@ from pathlib import Path
 
 from broker.device_names import AUTO, SIMULATED, means_gpus
 from broker.errors import BadRequest
+from broker.journal.file import LEAST_BYTES
 from broker.limits import Limits
 from broker.logs import LOG_FORMATS
 from broker.rundir import DEFAULT_NAME
@@ -35,6 +36,7 @@ class BrokerConfig:
         limits: what peers may use (limits.py).
         group: number of the group whose members may use this broker too; None: only our own user.
         log_format: one of `LOG_FORMATS` (logs.py).
+        journal_limit: bytes that the journal's files may have together (journal/); 0: no journal.
     """
 
     name: str = DEFAULT_NAME
@@ -47,6 +49,7 @@ class BrokerConfig:
     limits: Limits = field(default_factory=Limits)
     group: int | None = None
     log_format: str = LOG_FORMATS[0]
+    journal_limit: int = 4 << 20
 
     def __post_init__(self) -> None:
         if self.device != SIMULATED and not means_gpus(self.device):
@@ -80,6 +83,28 @@ def memory_limit_bytes(text: str | None, *, free_bytes: int, total_bytes: int) -
     if is_share and number > 100:
         raise _no_limit(text, "that is more memory than a device has")
     return int(total_bytes * number / 100) if is_share else int(number)
+
+
+def journal_bytes(text: str) -> int:
+    """Bytes that a journal may take, from `--journal-limit`.
+
+    Raises:
+        BadRequest: no number of bytes, or more than none and still too few.
+    """
+    try:
+        nbytes = int(_bytes(text.strip().lower()))
+    except (ValueError, KeyError, OverflowError) as error:
+        raise _no_journal(text, "that is no number of bytes") from error
+    if nbytes != 0 and nbytes < LEAST_BYTES:
+        raise _no_journal(text, f"a journal needs {LEAST_BYTES} bytes")
+    return nbytes
+
+
+def _no_journal(text: str, why: str) -> BadRequest:
+    return BadRequest(
+        f"--journal-limit {text!r}: {why}; give bytes (4194304, 4m, 512k), or 0 for no journal",
+        setting="journal-limit",
+    )
 
 
 def _bytes(word: str) -> float:

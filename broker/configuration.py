@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from broker.config import BrokerConfig
+from broker.config import BrokerConfig, journal_bytes
 from broker.credentials import group_id
 from broker.errors import BadRequest, NotFound
 from broker.limits import Limits, parse_limits
@@ -96,6 +96,7 @@ class Configuration:
             limits=Limits(**{name: found.value for name, found in self.limits.items()}),
             group=None if group is None else group_id(group),
             log_format=values["log-format"],
+            journal_limit=journal_bytes(values["journal-limit"]),
         )
 
 

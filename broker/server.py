@@ -44,6 +44,8 @@ from broker.custody.actions import (
 from broker.devices.base import Device
 from broker.dispatch import Dispatcher
 from broker.errors import BrokerError, InternalError, LoadFailed, ShuttingDown
+from broker.journal.memory import MemoryNotes
+from broker.journal.recording import server_journal
 from broker.keeper import EXIT_RESTART
 from broker.keeping import Inheritance, KeeperLink, KeptSession
 from broker.loading import Loading
@@ -88,6 +90,7 @@ class Server:
         self.paths = paths
         self.restarts = restarts
         self.started = time.time()
+        self._journal = server_journal(paths, config.journal_limit)
         self.devices: dict[str, Device] = open_served(config.device)
         self.platform = next(iter(self.devices.values())).properties.platform
         self.keeper = KeeperLink(link)
@@ -99,6 +102,7 @@ class Server:
         self._canaries = inherited.canaries
         self.access = own_access(config.group)
         self.loop = Loop()
+        self._memory_notes = MemoryNotes(self.loop, self.books, self._journal)
         self.helpers = Helpers(self.loop)
         self.peers: dict[int, SessionPeer] = {}
         self.loading = Loading(self)
@@ -189,6 +193,7 @@ class Server:
             pid=os.getpid(),
             epoch=self.epoch,
         )
+        self._memory_notes.look()
         self.loop.call_soon_threadsafe(self._tell_ready)
         for path in self.config.preload:
             preload(self, path)
@@ -254,6 +259,7 @@ class Server:
         self.keeper.close()
         os.close(self._keeper_pidfd)
         log_event("stopped", name=self.config.name)
+        self._journal.close()
 
     # --- requests -------------------------------------------------------------------------
 
@@ -395,6 +401,8 @@ class Server:
                 self.keeper.later(partial(self._perform, action))
             else:
                 self._perform(action)
+        if actions:
+            self._memory_notes.look_soon()
         self.retry_later()
 
     def _perform(self, action: Action) -> None:

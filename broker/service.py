@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
 from broker.checkpoints.files import open_checkpoint
 from broker.config import BrokerConfig
+from broker.journal.recording import keeper_journal
 from broker.keeper import Keeper, server_command
 from broker.limits import LIMITS, Limits, raise_descriptor_limit
 from broker.platform import check_ipc_platform_support
@@ -38,7 +40,8 @@ class Broker:
         report = check_ipc_platform_support(where="broker", device=config.device)
         for path in config.preload:
             open_checkpoint(path).close()
-        paths = _paths(config)
+        self._paths = paths = _paths(config)
+        self._journal_limit = config.journal_limit
         options = {**asdict(config), "directory": str(paths.directory)}
         command = server_command([json.dumps(options)])
         self._keeper = Keeper(paths, command, config.limits.restart_seconds)
@@ -57,7 +60,8 @@ class Broker:
             on_ready: called once with a line for a person, when `ping` is answered.
         """
         raise_descriptor_limit()  # and that of every server, which inherits it
-        return self._keeper.run(on_ready)
+        with closing(keeper_journal(self._paths, self._journal_limit)):
+            return self._keeper.run(on_ready)
 
 
 def config_from(options: str) -> tuple[BrokerConfig, BrokerPaths]:

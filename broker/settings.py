@@ -186,6 +186,13 @@ SETTINGS: tuple[Setting, ...] = (
         metavar="FORMAT",
         choices=LOG_FORMATS,
     ),
+    Setting(
+        "journal-limit",
+        Kind.TEXT,
+        "bytes that the journal of events beside the sockets may take; 0: keep none",
+        default="4m",
+        metavar="BYTES",
+    ),
 )
 """In the order in which they are shown."""
 

@@ -1,0 +1,76 @@
+"""Reading a journal back: both files, oldest line first."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from broker.errors import BadRequest, NotFound
+from broker.journal.file import older
+
+MOST_BYTES = 256 << 20
+"""Of a file, from its end: more is no journal of ours, whose bound is `--journal-limit`."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One event of a broker's life.
+
+    Attributes:
+        time: seconds since 1970, by the clock of the machine at that moment.
+        event: its name (docs/reliability.md), or "memory".
+        facts: numbers, texts, true or false. Texts may be anything: peers made them up.
+    """
+
+    time: float
+    event: str
+    facts: dict[str, Any]
+
+
+def read_journal(path: Path) -> list[Entry]:
+    """Every event that is still there. Lines that make no sense are left out.
+
+    Blocks as the file system does.
+
+    Raises:
+        NotFound: there is no journal.
+        BadRequest: it cannot be read, or is a link.
+    """
+    lines = [line for each in (older(path), path) for line in _lines(each)]
+    if not lines and not path.exists():
+        raise NotFound(
+            f"there is no journal {path}: no broker of this name has run here, or it was told to "
+            "keep none (serve --journal-limit 0)",
+            path=str(path),
+        )
+    return [entry for line in lines if (entry := _entry(line)) is not None]
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise BadRequest(
+            f"the journal {path} cannot be read ({error.strerror}); it is readable by the broker's "
+            "own user only",
+            path=str(path),
+        ) from error
+    with os.fdopen(descriptor, "rb") as file:
+        file.seek(max(0, os.fstat(descriptor).st_size - MOST_BYTES))
+        yield from file.read(MOST_BYTES).splitlines()
+
+
+def _entry(line: bytes) -> Entry | None:
+    try:
+        facts = json.loads(line)
+        when = datetime.fromisoformat(facts.pop("time").replace("Z", "+00:00")).timestamp()
+        return Entry(when, str(facts.pop("event")), facts)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return None  # the half line that a crash or a full disk has left
