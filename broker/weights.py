@@ -49,6 +49,9 @@ ITEM_BYTES: dict[str, int] = {
 }
 """Bytes of one element of each torch dtype a slab may hold (`torch.dtype.itemsize`)."""
 
+CONVERTIBLE = ("float16", "bfloat16", "float32", "float64")
+"""Dtypes that a loader converts from and to, each into each (checkpoints/conversion.py)."""
+
 KINDS = ("tensor", "parameter", "buffer", "non-persistent-buffer")
 """What a tensor was where it came from. A checkpoint does not tell: its tensors are "tensor"."""
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from broker.errors import BadRequest, UnknownOperation
-from broker.weights import WeightKey
+from broker.weights import CONVERTIBLE, WeightKey
 
 NO_PLATFORM = ""
 """`Hello.platform` of a peer that maps nothing (status, evict, shutdown)."""
@@ -38,6 +38,9 @@ MAX_PATH_BYTES = 4 * 4096
 """A checkpoint's path for messages: PATH_MAX of Linux, each byte perhaps escaped."""
 MAX_FILES = 4096
 """Files of one checkpoint (the largest published ones have under 300)."""
+
+MAX_EXCEPTIONS = 1024
+"""Tensors of a checkpoint that a conversion treats otherwise: one or two of each layer."""
 
 MAX_LAYOUT = 32
 """Entries of a parallel layout (tp, pp, dp, ep, … with rank and size each)."""
@@ -112,7 +115,19 @@ class FileStamp(Message, array_like=True, frozen=True):
     header_digest: str
 
 
-class Source(Message, frozen=True):
+class Conversion(Message, array_like=True, frozen=True):
+    """Which dtypes a checkpoint's floating-point tensors get as they are loaded.
+
+    One and the same for all that mean the same: it is part of what tells weight sets apart.
+    """
+
+    dtype: str
+    """Of `CONVERTIBLE` (broker.weights)."""
+    exceptions: tuple[tuple[str, str], ...] = ()
+    """Stored name and dtype of tensors that get another one, sorted by name."""
+
+
+class Source(Message, frozen=True, omit_defaults=True):
     """A checkpoint an engine can show the folder of. The broker itself never opens it."""
 
     path: str
@@ -122,6 +137,20 @@ class Source(Message, frozen=True):
     files: list[FileStamp]
     fingerprint: str
     """Equal for checkpoints that may have equal bytes: sizes and headers, no names, no times."""
+    conversion: Conversion | None = None
+    """None: every tensor as it is stored."""
+
+    @property
+    def identity(self) -> SourceIdentity:
+        """What the books tell loads apart by."""
+        return SourceIdentity(tuple(self.files), self.conversion)
+
+
+class SourceIdentity(Message, array_like=True, frozen=True):
+    """What the kernel says of a checkpoint's files, in a fixed order, and what becomes of them."""
+
+    files: tuple[FileStamp, ...]
+    conversion: Conversion | None = None
 
 
 class Demand(Message, frozen=True):
@@ -530,6 +559,26 @@ def _check_described(operation: str, described: Demand | WeightKey) -> None:
     # What a key says comes back with each grant and in error sentences: it must stay small.
     for field in ("device", "name", "checkpoint", "dtype", "format", "quantization", "generation"):
         text = getattr(described, field, None)
+    if source.conversion is not None:
+        _check_conversion(operation, source.conversion)
+
+
+def _check_conversion(operation: str, conversion: Conversion) -> None:
+    names = [name for name, _ in conversion.exceptions]
+    if len(names) > MAX_EXCEPTIONS or names != sorted(set(names)):
+        raise BadRequest(
+            f"{operation}: a conversion may have {MAX_EXCEPTIONS} exceptions at most, sorted by "
+            "name, each name once"
+        )
+    for name in names:
+        _check_name(operation, "an exception's name", name)
+    for dtype in {conversion.dtype, *(dtype for _, dtype in conversion.exceptions)}:
+        _check_name(operation, "dtype", dtype)
+        if dtype not in CONVERTIBLE:
+            raise BadRequest(
+                f"{operation}: weights cannot be converted to {dtype!r}; possible are "
+                + ", ".join(CONVERTIBLE)
+            )
         may_be_empty = field in ("dtype", "quantization") or isinstance(described, WeightKey)
         _check_name(operation, field, None if may_be_empty and text == "" else text)
     layout = described.layout or {}

@@ -221,7 +221,7 @@ class EngineClient(Operator, Publisher):
         with open_checkpoint(checkpoint.path) as opened:
             config = read_config(opened.folder)
             check_ipc_quant_support(quantization_config_in(config or {}), where="engine")
-            source = describe_source(opened)
+            source = describe_source(opened, checkpoint.conversion)
             return self._acquire(demand, source, opened.folder, deadline, show)
 
     def _acquire(

@@ -152,6 +152,37 @@ def test_sources_are_bounded() -> None:
     )
 
 
+def converted(dtype: str, *exceptions: tuple[str, str]) -> bytes:
+    conversion = wire.Conversion(dtype, exceptions)
+    source = msgspec.structs.replace(SOURCE, conversion=conversion)
+    return wire.encode(wire.Acquire("w", wire.Demand("GPU-0"), source))
+
+
+def test_a_conversion_is_to_a_float() -> None:
+    """Dtypes that no loader converts to are refused by name, also those of exceptions."""
+    sentence = (
+        "acquire: weights cannot be converted to 'int8'; possible are float16, bfloat16, float32, "
+        "float64"
+    )
+    assert refusal("acquire", converted("int8")) == sentence
+    assert refusal("acquire", converted("float16", ("a", "int8"))) == sentence
+    assert refusal("acquire", converted("x\n")).startswith("acquire: dtype must be a printable")
+
+
+def test_exceptions_of_a_conversion_are_bounded() -> None:
+    """So many tensors at most, in order, by printable names: equal ones must be equal."""
+    many = tuple((f"{n:05}", "float32") for n in range(wire.MAX_EXCEPTIONS + 1))
+    sentence = (
+        "acquire: a conversion may have 1024 exceptions at most, sorted by name, each name once"
+    )
+    wire.decode_request("acquire", converted("float16", *many[:-1]))
+    for wrong in (many, many[1::-1], many[:1] * 2):
+        assert refusal("acquire", converted("float16", *wrong)) == sentence
+    assert refusal("acquire", converted("float16", ("", "float32"))).startswith(
+        "acquire: an exception's name must be a printable name"
+    )
+
+
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 86_401.0])
 def test_a_load_has_a_deadline(seconds: float) -> None:
     """A shipped loader's time is finite and positive."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from broker.checkpoints.files import OpenCheckpoint
 from broker.checkpoints.identity import fingerprint, stamp_files
-from broker.wire import Source
+from broker.wire import Conversion, Source
 
 
-def describe_source(checkpoint: OpenCheckpoint) -> Source:
+def describe_source(checkpoint: OpenCheckpoint, conversion: Conversion | None = None) -> Source:
     """Read the index and the headers, no weight. Blocks on the file system.
 
     Raises:
         NotFound, LoadFailed: no usable checkpoint there; the sentence names the file.
     """
     stamps = stamp_files(checkpoint.folder, checkpoint.files, checkpoint.path)
-    return Source(checkpoint.path, checkpoint.only, stamps, fingerprint(stamps))
+    return Source(checkpoint.path, checkpoint.only, stamps, fingerprint(stamps), conversion)

@@ -27,6 +27,7 @@ The words used as `reason`:
     no_weights        nothing there that could be loaded
     ambiguous_files   several files could be meant
     bad_config        config.json is not a JSON object
+    conversion        the weights cannot have the dtype that was asked for
     tie_conflict      the configuration says tied, the bytes say untied
     unreadable        the system refused to open or to read
     not_a_file        a directory, FIFO or device where a file should be

@@ -79,13 +79,18 @@ _FOREIGN_FILES: tuple[tuple[bytes, str, str], ...] = (
 
 
 class StoredTensor(msgspec.Struct, frozen=True, gc=False):
-    """One tensor of a file: torch's dtype and shape; `offset` counts from the file's start."""
+    """One tensor of a file: torch's dtype and shape; `offset` counts from the file's start.
+
+    `stored`: its dtype in the file if it is converted on its way; dtype and nbytes are then the
+    slab's.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    stored: str = ""
 
 
 @dataclass(frozen=True)

@@ -18,17 +18,21 @@ import msgspec
 from broker.checkpoints.header import StoredTensor
 from broker.checkpoints.identity import CHUNK_BYTES
 from broker.devices.base import PIECE_BYTES
-from broker.weights import SLOT_ALIGNMENT, align_up
+from broker.weights import ITEM_BYTES, SLOT_ALIGNMENT, align_up
 
 
 class Piece(msgspec.Struct, gc=False):
     """Whole chunks that lie one after the other in a file, to be read by one call.
 
+    A chunk that is converted is a piece of its own; it has more or fewer bytes in the file than in
+    the slab, by whose bytes chunks are counted.
+
     Attributes:
         file: number of the file.
         offset, nbytes: the range of the file.
         slab: where in the slab the piece begins.
-        image: bytes it takes there; more than `nbytes` if tensors are padded to their slots.
+        image: bytes it takes there; more than `nbytes` if tensors are padded to their slots, and
+            another number if it is converted.
         tensor: number of the tensor its first chunk is of.
         skip: bytes of that tensor that come before the piece; whole chunks.
         chunk: number of its first chunk, counted over all tensors.
@@ -96,12 +100,21 @@ def cut_pieces(layout: Layout) -> list[Piece]:
             tensor, slot = layout.tensors[number], layout.slots[number]
             for skip in range(0, tensor.nbytes, CHUNK_BYTES):
                 size = min(CHUNK_BYTES, tensor.nbytes - skip)
-                if piece is None or not _extend(piece, tensor.offset + skip, slot + skip, size):
-                    place = (tensor.offset + skip, size, slot + skip, size)
-                    piece = Piece(file, *place, number, skip, chunk, 1)
+                offset, nbytes = tensor.offset + in_file(tensor, skip), in_file(tensor, size)
+                if tensor.stored or piece is None or not _extend(piece, offset, slot + skip, size):
+                    piece = Piece(file, offset, nbytes, slot + skip, size, number, skip, chunk, 1)
                     pieces.append(piece)
+                if tensor.stored:
+                    piece = None
                 chunk += 1
     return pieces
+
+
+def in_file(tensor: StoredTensor, nbytes: int) -> int:
+    """How many bytes of the file so many bytes of the tensor in the slab are made of."""
+    if not tensor.stored:
+        return nbytes
+    return nbytes // ITEM_BYTES[tensor.dtype] * ITEM_BYTES[tensor.stored]
 
 
 def _extend(piece: Piece, offset: int, slab: int, size: int) -> bool:

@@ -15,17 +15,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from broker.checkpoints.choice import choose_tensors
+from broker.checkpoints.dtypes import plan_conversion
 from broker.checkpoints.faults import told_of
 from broker.checkpoints.files import WeightFiles, open_regular, require_shards, weight_files
 from broker.checkpoints.header import StoredTensor, header_digest, read_header
 from broker.checkpoints.index import read_index_bytes
 from broker.checkpoints.model_config import quantization_of, read_config, says_tied
-from broker.checkpoints.pieces import Layout, Piece, cut_pieces, lay_out
+from broker.checkpoints.pieces import Layout, Piece, cut_pieces, in_file, lay_out
 from broker.checkpoints.second_opinion import require_library_agrees
 from broker.checkpoints.stability import changed, settled_status, stamp
 from broker.checkpoints.ties import find_ties
 from broker.weights import AliasGroup, Manifest, TensorGroup, contiguous_stride
-from broker.wire import FileStamp
+from broker.wire import Conversion, FileStamp
 
 LARGEST_SECOND_OPINION = 4 << 20
 """The library takes as long and twice the memory for a header as the rest of the plan together, so
@@ -74,17 +75,24 @@ class CheckpointPlan:
     @property
     def total_bytes(self) -> int:
         """Bytes that will be read."""
-        return sum(tensor.nbytes for tensor in self.layout.tensors)
+        return sum(in_file(tensor, tensor.nbytes) for tensor in self.layout.tensors)
+
+    @property
+    def converts(self) -> bool:
+        """Whether any tensor gets another dtype than it is stored in."""
+        return any(tensor.stored for tensor in self.layout.tensors)
 
 
-def plan_checkpoint(folder: int, only: str | None, path: str) -> CheckpointPlan:
+def plan_checkpoint(
+    folder: int, only: str | None, path: str, conversion: Conversion | None = None
+) -> CheckpointPlan:
     """Read and check everything but the weights. Blocks on the files.
 
     Arguments as `OpenCheckpoint` has them; `path` is for messages. The folder is borrowed.
 
     Raises:
         LoadFailed: the checkpoint is not one, is incomplete, contradicts itself or is being
-            written; `reason`, `file` and `tensor` say what and where.
+            written, or cannot be converted; `reason`, `file` and `tensor` say what and where.
     """
     with told_of(path):
         files = weight_files(folder, only, path)
@@ -92,7 +100,7 @@ def plan_checkpoint(folder: int, only: str | None, path: str) -> CheckpointPlan:
         index = _stamp_index(folder, files)
         stamps, stored = _read_shards(folder, files)
         chosen = choose_tensors(files, stored, path)
-        return _plan(folder, path, stamps, index, chosen)
+        return _plan(folder, path, stamps, index, chosen, conversion)
 
 
 def _stamp_index(folder: int, files: WeightFiles) -> FileStamp | None:
@@ -134,10 +142,15 @@ def _plan(
     path: str,
     shards: list[FileStamp],
     index: FileStamp | None,
-    chosen: list[list[StoredTensor]],
+    stored: list[list[StoredTensor]],
+    conversion: Conversion | None,
 ) -> CheckpointPlan:
     config = read_config(folder)
-    ties = find_ties(folder, shards, chosen) if says_tied(config) else {}
+    quantization = quantization_of(config)
+    ties = find_ties(folder, shards, stored) if says_tied(config) else {}
+    chosen = stored
+    if conversion is not None:
+        chosen, ties = plan_conversion(shards, stored, ties, conversion, quantization)
     copied = [[t for t in tensors if t.nbytes and t.name not in ties] for tensors in chosen]
     empty = [t for tensors in chosen for t in tensors if not t.nbytes]
     shared = [(t, ties[t.name]) for tensors in chosen for t in tensors if t.name in ties]
@@ -148,7 +161,7 @@ def _plan(
         index=index,
         manifest=_manifest(layout, empty, shared),
         dtype=_dtypes(t.dtype for tensors in chosen for t in tensors),
-        quantization=quantization_of(config),
+        quantization=quantization,
         config=config,
         layout=layout,
         pieces=cut_pieces(layout),

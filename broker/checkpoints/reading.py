@@ -48,6 +48,7 @@ PROGRESS_SECONDS = 0.25
 _ZEROS = memoryview(bytes(PIECE_BYTES))
 
 Progress = Callable[[int, int], None]
+Convert = Callable[[memoryview, str, memoryview, str], None]
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,8 @@ class _Run:
         self._lock = threading.Lock()
         self._done = 0
         self._stopped = False
+        self._convert = _conversion(plan)
+        self._scratch = threading.local()
 
     def finish(self, threads: int, progress: Progress) -> None:
         """Read all pieces, or raise the first error once every thread has stopped."""
@@ -158,20 +161,31 @@ class _Run:
             self._submit(buffer, segments)
 
     def _read(self, piece: Piece, buffer: memoryview) -> None:
-        if piece.image != piece.nbytes:
-            # Slots are padded; what the buffer held before has no business in the padding.
-            buffer[: piece.image] = _ZEROS[: piece.image]
         views = chunk_views(self.plan.layout, piece, buffer)
-        read_exactly(
-            self._shards[piece.file],
-            views.copy(),
-            piece.offset,
-            file=self.plan.shards[piece.file].name,
-            tensor=self.plan.layout.tensors[piece.tensor].name,
-        )
+        tensor = self.plan.layout.tensors[piece.tensor]
+        if tensor.stored:
+            scratch = self._room_for(piece.nbytes)
+            self._read_file(piece, [scratch], tensor.name)
+            self._convert(scratch, tensor.stored, views[0], tensor.dtype)
+        else:
+            if piece.image != piece.nbytes:
+                # Slots are padded; what the buffer held before has no business in the padding.
+                buffer[: piece.image] = _ZEROS[: piece.image]
+            self._read_file(piece, views.copy(), tensor.name)
         start = DIGEST_BYTES * piece.chunk
         end = start + DIGEST_BYTES * piece.chunks
         self.digests[start:end] = b"".join(map(chunk_digest, views))
+
+    def _read_file(self, piece: Piece, views: list[memoryview], tensor: str) -> None:
+        file = self.plan.shards[piece.file].name
+        read_exactly(self._shards[piece.file], views, piece.offset, file=file, tensor=tensor)
+
+    def _room_for(self, nbytes: int) -> memoryview:
+        """Memory of this thread for what is converted: the same each time, its pages are there."""
+        held: memoryview | None = getattr(self._scratch, "memory", None)
+        if held is None or len(held) < nbytes:
+            held = self._scratch.memory = memoryview(bytearray(nbytes))
+        return held[:nbytes]
 
     def _submit(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> None:
         try:
@@ -189,6 +203,18 @@ class _Run:
                 f"copying {quoted(self.plan.path)} to the device failed: {error}",
                 file=self.plan.path,
             ) from error
+
+
+def _conversion(plan: CheckpointPlan) -> Convert:
+    if not plan.converts:
+        return _never
+    from broker.checkpoints.conversion import convert  # imports numpy, which most loads need not
+
+    return convert
+
+
+def _never(_source: memoryview, stored: str, _target: memoryview, dtype: str) -> None:
+    raise ValueError(f"a plan that converts nothing has a tensor from {stored} to {dtype}")
 
 
 def _pending(futures: set[Future[None]]) -> set[Future[None]]:

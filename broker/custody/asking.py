@@ -64,7 +64,7 @@ class Asking(Ledger):
         name, source = waiter.demand.name, waiter.source
         is_other = (
             mismatch(waiter.demand, held) is not None
-            or (source is not None and tuple(source.files) not in held.identities)
+            or (source is not None and source.identity not in held.identities)
             or (name is not None and generation_of(held, name) is None)
         )
         if not is_other:
@@ -105,6 +105,7 @@ class Asking(Ledger):
             if other.key.device == waiter.demand.device
             and other.source is not None
             and other.source.fingerprint == source.fingerprint
+            and other.source.conversion == source.conversion
         ]
         for other in similar:
             if other.state in IN_PROGRESS:
@@ -119,7 +120,7 @@ class Asking(Ledger):
         record.loaded_by_broker = True
         record.source = source
         record.initiator = waiter.ticket
-        self._remember_files(record, source.files)
+        self._remember_files(record, source.identity)
         self._wait(record, waiter)
         self.counters["loads_started"] += 1
         self._log("load-started", set=record.id, session=loader, path=source.path)

@@ -21,7 +21,6 @@ from broker.custody.actions import (
 from broker.custody.records import (
     MAX_IDENTITIES,
     Budget,
-    FileIdentity,
     Line,
     SessionRecord,
     Waiter,
@@ -73,7 +72,7 @@ class Ledger:
         self.counters: Counter[str] = Counter()
         self._numbers: Counter[Line] = Counter()
         self._lines: dict[Line, list[int]] = {}
-        self._by_files: dict[tuple[str, FileIdentity], int] = {}
+        self._by_files: dict[tuple[str, wire.SourceIdentity], int] = {}
         self._set_ids = itertools.count(1)
         self._session_ids = itertools.count(1)
         self._clock = itertools.count(1)
@@ -83,7 +82,7 @@ class Ledger:
         self._kept_leases: list[Action] = []
         self._actions: list[Action] = []
 
-    def files(self) -> Mapping[tuple[str, FileIdentity], int]:
+    def files(self) -> Mapping[tuple[str, wire.SourceIdentity], int]:
         """Which set the files of a checkpoint, as the kernel describes them, were loaded into."""
         return self._by_files
 
@@ -239,12 +238,11 @@ class Ledger:
                 del session.lost[next(iter(session.lost))]
 
     def _by_identity(self, device: str, source: wire.Source) -> WeightSet | None:
-        set_id = self._by_files.get((device, tuple(source.files)))
+        set_id = self._by_files.get((device, source.identity))
         return None if set_id is None else self.sets[set_id]
 
-    def _remember_files(self, record: WeightSet, files: Iterable[wire.FileStamp]) -> None:
-        identity = tuple(files)
-        if not identity or identity in record.identities:
+    def _remember_files(self, record: WeightSet, identity: wire.SourceIdentity) -> None:
+        if not identity.files or identity in record.identities:
             return
         previous = self._by_files.get((record.key.device, identity))
         if previous is not None:

@@ -11,16 +11,13 @@ from msgspec.structs import replace
 from broker.custody.states import State
 from broker.errors import BrokerError
 from broker.weights import WeightKey
-from broker.wire import Demand, FileStamp, Progress, Source
-
-FileIdentity: TypeAlias = tuple[FileStamp, ...]
-"""What the kernel says of a checkpoint's files, in a fixed order."""
+from broker.wire import Conversion, Demand, Progress, Source, SourceIdentity
 
 Line: TypeAlias = tuple[object, ...]
 """A key without `checkpoint`, hashable: sets sealed in one line are its generations."""
 
 MAX_IDENTITIES = 64
-"""File identities remembered per set; a mount that chowns makes a new one every time."""
+"""Identities remembered per set; a mount that chowns makes a new one every time."""
 
 
 @dataclass
@@ -84,7 +81,7 @@ class WeightSet:
     """The ticket that caused the load."""
     waiters: dict[int, Waiter] = field(default_factory=dict)
     leases: set[tuple[int, str]] = field(default_factory=set)
-    identities: list[FileIdentity] = field(default_factory=list)
+    identities: list[SourceIdentity] = field(default_factory=list)
     generations: dict[Line, str] = field(default_factory=dict)
     """The label this set has in each line it belongs to."""
     places: dict[Line, int] = field(default_factory=dict)
@@ -92,6 +89,11 @@ class WeightSet:
 
     def __post_init__(self) -> None:
         self.asked = self.key
+
+    @property
+    def conversion(self) -> Conversion | None:
+        """What a loader does to the stored dtypes; None for an engine's own weights."""
+        return None if self.source is None else self.source.conversion
 
     @property
     def names(self) -> list[str]:
@@ -110,7 +112,7 @@ class KeptSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     superseded: bool
     loaded_by_broker: bool
     source: Source | None
-    identities: list[list[FileStamp]]
+    identities: list[SourceIdentity]
     lines: dict[str, tuple[str, int]]
 
 
@@ -184,7 +186,7 @@ def kept_set(record: WeightSet) -> KeptSet:
         superseded=record.superseded,
         loaded_by_broker=record.loaded_by_broker,
         source=record.source,
-        identities=[list(identity) for identity in record.identities],
+        identities=list(record.identities),
         lines={
             str(line[0]): (label, record.places.get(line, 0))
             for line, label in record.generations.items()

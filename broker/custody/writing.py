@@ -245,7 +245,8 @@ class Writing(Claiming):
     def _remember_read(self, record: WeightSet, files: list[wire.FileStamp]) -> None:
         """Files as a loader saw them while it read. An engine's word on files proves nothing."""
         if record.loaded_by_broker:
-            self._remember_files(record, files)
+            read = wire.SourceIdentity(tuple(files), record.conversion)
+            self._remember_files(record, read)
 
     def slab_frozen(self, set_id: int) -> list[Action]:
         """The slab is immutable: everybody who waits gets a lease."""

@@ -24,7 +24,7 @@ def load_checkpoint(
         BrokerError: what everybody who waits is to be told.
     """
     source = work.source
-    plan = plan_checkpoint(folder, source.only, source.path)
+    plan = plan_checkpoint(folder, source.only, source.path, source.conversion)
     quantization = check_ipc_quant_support(plan.quantization, where="broker")
     if work.hash_first:
         hashed = hash_pieces(plan, folder, threads, claim.reporter("hashing"))

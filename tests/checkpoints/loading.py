@@ -14,6 +14,7 @@ from broker.checkpoints.reading import LoadResult, load_pieces
 from broker.devices.base import Segment, SlabWriter, StagingBuffer
 from broker.devices.simulated import SimulatedDevice
 from broker.weights import align_up, tensor_nbytes, validate_manifest
+from broker.wire import Conversion
 
 
 def quietly(done: int, total: int) -> None:
@@ -38,15 +39,15 @@ class Loaded:
         return found
 
 
-def plan_of(path: Path | str) -> CheckpointPlan:
+def plan_of(path: Path | str, conversion: Conversion | None = None) -> CheckpointPlan:
     with open_checkpoint(path) as checkpoint:
-        return plan_checkpoint(checkpoint.folder, checkpoint.only, checkpoint.path)
+        return plan_checkpoint(checkpoint.folder, checkpoint.only, checkpoint.path, conversion)
 
 
-def load(path: Path | str, *, threads: int = 2) -> Loaded:
+def load(path: Path | str, *, threads: int = 2, conversion: Conversion | None = None) -> Loaded:
     """Plan and load; the slab is full of ones before, so that nothing is right by accident."""
     with open_checkpoint(path) as checkpoint:
-        plan = plan_checkpoint(checkpoint.folder, checkpoint.only, checkpoint.path)
+        plan = plan_checkpoint(checkpoint.folder, checkpoint.only, checkpoint.path, conversion)
         result, memory = fill(plan, checkpoint.folder, threads)
         return Loaded(plan, result, memory)
 

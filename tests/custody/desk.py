@@ -34,9 +34,14 @@ def stamp(name: str, inode: int) -> wire.FileStamp:
     return wire.FileStamp(name, 1, inode, 100, 10, 10, "header")
 
 
-def source(inode: int, fingerprint: str = "shape-a") -> wire.Source:
-    """A checkpoint of one file. Equal inode: the same file; equal fingerprint: equal headers."""
-    return wire.Source(f"/models/{inode}", None, [stamp("model.safetensors", inode)], fingerprint)
+def source(inode: int, fingerprint: str = "shape-a", dtype: str | None = None) -> wire.Source:
+    """A checkpoint of one file. Equal inode: the same file; equal fingerprint: equal headers.
+
+    `dtype`: what it is to be converted to.
+    """
+    files = [stamp("model.safetensors", inode)]
+    conversion = None if dtype is None else wire.Conversion(dtype)
+    return wire.Source(f"/models/{inode}", None, files, fingerprint, conversion)
 
 
 def comparable(actions: Sequence[Action]) -> list[Action | Refused]:

@@ -106,6 +106,37 @@ def test_the_same_files_on_another_device_are_loaded_there() -> None:
     )
 
 
+def test_another_dtype_of_the_same_files_is_a_set_of_its_own() -> None:
+    """Files to be converted are neither served from the set as stored, nor hashed first."""
+    desk = Desk()
+    desk.load(1)
+    loader = desk.start(source(1, dtype="float16"))
+    assert not loader.hash_first
+    assert desk.acquire(desk.engine(), from_=source(1, dtype="float16")) == []
+    other = desk.start(source(1, dtype="float32"))
+    desk.finish(loader, "blake3:half", dtype="float16")
+    desk.finish(other, "blake3:single", dtype="float32")
+    for dtype, set_id in ((None, 1), ("float16", loader.set), ("float32", other.set)):
+        (reply,) = desk.acquire(desk.engine(), from_=source(1, dtype=dtype))
+        assert isinstance(reply, Reply)
+        assert isinstance(reply.body, wire.Granted)
+        assert (reply.body.set, reply.body.how) == (set_id, "resident")
+
+
+def test_converted_weights_that_are_stored_elsewhere_are_shared() -> None:
+    """Equal bytes are one set, and each of the two ways to it is a hit from then on."""
+    desk = Desk()
+    desk.load(1)
+    loader = desk.start(source(2, "shape-b", dtype="bfloat16"))
+    desk.finish(loader, "blake3:a")
+    assert list(desk.books.sets) == [1]
+    for asked in (source(1), source(2, "shape-b", dtype="bfloat16")):
+        assert desk.acquire(desk.engine(), from_=asked) == [
+            Reply(desk.ticket, granted("w", 1, "resident"))
+        ]
+    assert isinstance(desk.acquire(desk.engine(), from_=source(2, "shape-b"))[0], StartLoader)
+
+
 def test_equal_headers_are_hashed_before_they_are_loaded() -> None:
     """Files with a resident set's fingerprint may have its bytes: read them before writing."""
     desk = Desk()

@@ -9,13 +9,21 @@ import pytest
 
 from broker import wire
 from broker.custody import Books, Budget
-from broker.custody.actions import Action, DropLease, FreeSlab, KeepLease, KeepSet, Reply
+from broker.custody.actions import (
+    Action,
+    DropLease,
+    FreeSlab,
+    KeepLease,
+    KeepSet,
+    Reply,
+    StartLoader,
+)
 from broker.custody.audit import check_invariant, usage
 from broker.custody.records import KeptLease, KeptSet
 from broker.custody.states import State
 from broker.errors import BadRequest, NotFound
 from broker.weights import WeightKey
-from tests.custody.desk import DEVICE, GRANULARITY, LIMIT, Desk, Refused, source, stamp
+from tests.custody.desk import DEVICE, GRANULARITY, LIMIT, Desk, Refused, source
 
 KEY = WeightKey(DEVICE, checkpoint="blake3:a", dtype="bfloat16")
 
@@ -32,7 +40,7 @@ def kept(set_id: int = 1, **changes: object) -> KeptSet:
         "superseded": False,
         "loaded_by_broker": True,
         "source": source(1),
-        "identities": [[stamp("model.safetensors", 1)]],
+        "identities": [source(1).identity],
         "lines": {"m": ("1", 1)},
     }
     return KeptSet(**{**facts, **changes})  # type: ignore[arg-type]
@@ -139,6 +147,16 @@ def test_sets_and_leases_are_there_again() -> None:
         assert isinstance(actions[-1], Reply)
         assert isinstance(actions[-1].body, wire.Granted)
     assert desk.release(5)[0] == DropLease(5, "w")
+
+
+def test_a_converted_set_is_found_again_by_its_files() -> None:
+    """What became of the files is remembered with them: as stored they are another set."""
+    identity = source(1, dtype="float16").identity
+    desk = Successor([kept(identities=[identity], lines={})])
+    reply = desk.acquire(6, "w", from_=source(1, dtype="float16"))[-1]
+    assert isinstance(reply, Reply)
+    assert isinstance(reply.body, wire.Granted)
+    assert any(isinstance(action, StartLoader) for action in desk.acquire(6, "v", from_=source(1)))
 
 
 def test_the_newest_generation_is_the_newest_again() -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from broker.errors import BadRequest, Mismatch, NotFound
+from broker.checkpoints.identity import slab_identity
+from broker.errors import BadRequest, Mismatch, NotFound, UsageError
 from broker.weights import WeightKey
 from engine_client import Checkpoint, EngineClient
 from tests.support.clock import eventually
@@ -61,6 +62,36 @@ def test_equal_headers_different_bytes(
         assert bytes(one.memory("layer.0.weight")) == stored_bytes(first)
         assert bytes(other.memory("layer.0.weight")) == stored_bytes(second)
     assert shared_broker.slabs() == 2
+
+
+def test_another_dtype_is_another_set(
+    shared_broker: RunningBroker, client: EngineClient, tmp_path: Path
+) -> None:
+    """Converted once by a loader, then there for everybody; beside the weights as stored."""
+    stored = small_checkpoint(tmp_path / "checkpoint", dtype="BF16")
+    single = Checkpoint(stored, dtype="float32")
+    with client.acquire(Checkpoint(stored)) as plain, client.acquire(single) as one:
+        loads = shared_broker.counter("loads_started")
+        with client.acquire(single) as again:
+            assert (one.how, again.how) == ("loaded", "resident")
+            assert again.set_id == one.set_id != plain.set_id
+        assert shared_broker.counter("loads_started") == loads
+        assert (plain.key.dtype, one.key.dtype) == ("bfloat16", "float32")
+        halves, whole = plain.memory("layer.0.weight"), one.memory("layer.0.weight")
+        assert bytes(whole[2::4]) == bytes(halves[0::2])  # bfloat16 is the upper half of float32
+        assert bytes(whole[3::4]) == bytes(halves[1::2])
+        assert not any(whole[0::4])
+        assert not any(whole[1::4])
+        assert slab_identity(one.manifest, one.slab_memory()) == one.key.checkpoint
+        del halves, whole
+
+
+def test_a_dtype_that_is_not_converted_to(client: EngineClient, checkpoint: Path) -> None:
+    """Refused with those that are possible; exceptions need a rule to be exceptions from."""
+    with pytest.raises(BadRequest, match="weights cannot be converted to 'float8_e4m3fn'"):
+        client.acquire(Checkpoint(checkpoint, dtype="float8_e4m3fn"))
+    with pytest.raises(UsageError, match="exceptions say nothing without a dtype"):
+        client.acquire(Checkpoint(checkpoint, exceptions={"layer.0.weight": "float32"}))
 
 
 def test_rewritten_in_place(client: EngineClient, checkpoint: Path, tmp_path: Path) -> None:
