@@ -10,8 +10,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from broker.commands import doctor, life, names, serving, sets, status
+from broker.commands import doctor, life, names, ping, report, serving, sets, status
 from broker.errors import BrokerError
+from broker.logs import shown_sentence
 
 EXIT_INTERRUPTED = 130
 
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # here, where a reader that went away is no error
         return code
     except BrokerError as error:
-        print(_sentence(error), file=sys.stderr)
+        print(shown_sentence(error), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -35,11 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _sentence(error: BrokerError) -> str:
-    prefixed = error.sentence.startswith("[weight-broker:")
-    return error.sentence if prefixed else f"weight-broker: {error.sentence}"
-
-
 def make_parser() -> argparse.ArgumentParser:
     """The whole command line; `command` of what is parsed carries the command out."""
     parser = argparse.ArgumentParser(
@@ -47,6 +43,6 @@ def make_parser() -> argparse.ArgumentParser:
         description="Inference engines on one GPU node share one copy of the model weights.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for group in (serving, status, sets, names, life, doctor):
+    for group in (serving, status, ping, sets, names, life, report, doctor):
         group.add_to(commands)
     return parser

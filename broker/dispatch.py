@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -29,8 +30,8 @@ from broker.store import check_manifest
 if TYPE_CHECKING:
     from broker.server import Server
 
-log = logging.getLogger("weight-broker")
-
+ENDED = 256
+"""Conversations of sessions that have ended, of which late requests are no refusals."""
 REPORT_SECONDS = 0.25
 """Progress goes out at most four times a second (DESIGN section 3)."""
 
@@ -42,6 +43,7 @@ class Dispatcher:
         self._broker = broker
         self._session_of: dict[bytes, int] = {}
         self._routing_of: dict[int, bytes] = {}
+        self._ended: deque[bytes] = deque(maxlen=ENDED)
         self._manifests: dict[int, int] = {}
         self._reported: dict[int, float] = {}
 
@@ -71,8 +73,7 @@ class Dispatcher:
         except BrokerError as error:
             self._note_refusal(request.operation, routing, session, error)
             self._broker.tickets.reply(ticket.number, error)
-        except Exception as error:
-            log.exception("internal error")
+        except Exception as error:  # noqa: BLE001 - logged whole, and answered
             self._note_internal_error(request.operation, session, error)
             self._broker.tickets.reply(
                 ticket.number, InternalError(f"{request.operation} failed in the broker: {error!r}")
@@ -80,7 +81,10 @@ class Dispatcher:
         self._broker.retry_later()
 
     def _refuse(self, routing: bytes, frames: list[bytes], error: BrokerError) -> None:
-        self._note_refusal(None, routing, self._session_of.get(routing), error)
+        if isinstance(error, NoSession) and routing in self._ended:
+            self._broker.books.counters["requests_late"] += 1
+        else:
+            self._note_refusal(None, routing, self._session_of.get(routing), error)
         self._broker.conversation.reply(routing, [*wire.envelope_of(frames), *answer(error)])
         self._broker.retry_later()
 
@@ -103,6 +107,7 @@ class Dispatcher:
         log_event(
             "internal-error",
             level=logging.ERROR,
+            exc_info=(type(error), error, error.__traceback__),
             operation=operation,
             session=session,
             cause=repr(error),
@@ -350,6 +355,14 @@ class Dispatcher:
     def session_of(self, routing: bytes) -> int | None:
         """The session whose conversation this is."""
         return self._session_of.get(routing)
+
+    def end(self, session: int) -> None:
+        """The session is over. What its conversation still says, a `release` mostly, is no fault:
+        the end may overtake it."""
+        routing = self._routing_of.get(session)
+        if routing is not None:
+            self._ended.append(routing)
+        self.untie(session)
 
     def untie(self, session: int) -> None:
         """The session has no conversation any more. Idempotent."""

@@ -68,7 +68,9 @@ class Keeper:
         self._longest_delay = longest_delay
         self._kept: Kept = {}
         self._server: subprocess.Popen[bytes] | None = None
+        self._is_up = False
         self._stopping = False
+        self._stop_signal = signal.SIGTERM
         self._kill_at = float("inf")
         self._deaths = 0
         self._came_up = False
@@ -85,8 +87,9 @@ class Keeper:
         """SIGTERM and SIGINT end server and keeper in order. Only from the main thread."""
         on_stop_signal(self._on_signal)
 
-    def _on_signal(self, _number: signal.Signals) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         self._stopping = True
+        self._stop_signal = number
         os.eventfd_write(self._signals, 1)
 
     def run(self, on_ready: Callable[[str], None] | None = None) -> int:
@@ -154,6 +157,7 @@ class Keeper:
             with ours:
                 with theirs:
                     self._mend()
+                    self._is_up = False
                     self._server = self._start(theirs.fileno())
                 self._serve(ours, on_ready)
         except OSError as error:  # no processes, memory or descriptors: perhaps later
@@ -194,7 +198,7 @@ class Keeper:
             if item.verb == "ready":
                 if on_ready is not None and not self._came_up:
                     on_ready(item.record.decode())
-                self._came_up = True
+                self._came_up = self._is_up = True
             else:
                 self._take(item)
 
@@ -243,7 +247,8 @@ class Keeper:
 
     def _tell_to_stop(self) -> None:
         if self._server is not None:
-            self._server.terminate()
+            # Told as it was, for its log. One that is only starting would print a traceback of it.
+            self._server.send_signal(self._stop_signal if self._is_up else signal.SIGTERM)
             self._kill_at = min(self._kill_at, time.monotonic() + STOP_SECONDS)
 
     def _kill_if_due(self) -> None:

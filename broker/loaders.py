@@ -15,6 +15,7 @@ import msgspec
 
 from broker import wire
 from broker.children import child_environment
+from broker.logs import log_event
 from broker.loop import READ, Loop
 from broker.sessions import PeerIdentity
 
@@ -26,6 +27,8 @@ GRACE_SECONDS = 1.0
 end."""
 IDLE_GRACE_SECONDS = 10.0
 """The same once nobody waits for it: an interpreter with torch takes a moment to end."""
+FINISHED = "loader-finished"
+UNWANTED = "loader-unwanted"
 
 
 class CheckpointWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -103,14 +106,19 @@ class Ending:
 
     Attributes:
         how: a clause for a sentence about it: "was killed by signal 11 (SIGSEGV)".
-        reason: the same for programs: "loader-exited", "loader-crashed", "loader-killed",
-            "loader-too-slow".
+        reason: the same for programs: "loader-finished", "loader-exited", "loader-crashed",
+            "loader-killed", "loader-too-slow", "loader-unwanted".
         last_words: the end of what it printed.
     """
 
     how: str
     reason: str
     last_words: str
+
+    @property
+    def in_order(self) -> bool:
+        """Whether it did what it was to do, or was told to end."""
+        return self.reason in (FINISHED, UNWANTED)
 
     def __str__(self) -> str:
         last = " | ".join(line.strip() for line in self.last_words.split("\n") if line.strip())
@@ -123,32 +131,36 @@ class LoaderProcess:
     """A running loader, watched. All methods belong to the loop's thread.
 
     Args:
+        session: its session's id.
         on_end: called once when the process has ended.
     """
 
-    def __init__(self, loop: Loop, spawned: Spawned, on_end: Callable[[Ending], None]) -> None:
+    def __init__(
+        self, loop: Loop, session: int, spawned: Spawned, on_end: Callable[[Ending], None]
+    ) -> None:
         self.identity = PeerIdentity(spawned.process.pid, os.getuid(), "loader", None)
-        self._why = ""
+        self._stopped: tuple[str, str] | None = None
         self._loop = loop
+        self._session = session
         self._process = spawned.process
         self._pidfd = spawned.pidfd
         self._stderr = spawned.stderr
-        self._words = b""
+        self._words = self._unfinished = b""
         self._on_end = on_end
         self._ended = False
         loop.add(self._stderr, READ, lambda _events: self._listen())
         loop.add(self._pidfd, READ, lambda _events: self._end())
 
-    def stop(self, why: str = "") -> None:
-        """Kill it; `on_end` follows, with `why` if it still ran."""
+    def stop(self, how: str, reason: str = "loader-too-slow") -> None:
+        """Kill it; `on_end` follows, with this `Ending` if it still ran."""
         if not self._ended:
-            self._why = self._why or why
+            self._stopped = self._stopped or (how, reason)
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def end_soon(self, seconds: float) -> None:
         """It has closed its session: it must end by itself now, or is killed."""
-        why = "closed its session, lived on and was ended"
-        self._loop.call_later(seconds, lambda: self.stop(why))
+        how = "closed its session, lived on and was ended"
+        self._loop.call_later(seconds, lambda: self.stop(how))
 
     def last_words(self) -> str:
         """The end of what it has printed so far; escaped, it fits into an error's fields."""
@@ -166,18 +178,33 @@ class LoaderProcess:
     def _listen(self) -> None:
         try:
             while words := os.read(self._stderr, 65536):
-                sys.stderr.buffer.write(words)
-                sys.stderr.buffer.flush()
                 self._words = (self._words + words)[-LAST_WORDS_BYTES:]
+                self._log_lines(words)
         except BlockingIOError:
             return
         self._loop.remove(self._stderr)
+
+    def _log_lines(self, words: bytes, *, last: bool = False) -> None:
+        """What it prints is part of the log, as lines of its own, whatever it says."""
+        *lines, rest = (self._unfinished + words).split(b"\n")
+        if last or len(rest) > LAST_WORDS_BYTES:
+            lines, rest = [*lines, rest], b""
+        self._unfinished = rest
+        for line in lines:
+            if line.strip():
+                log_event(
+                    "loader-said",
+                    session=self._session,
+                    pid=self.identity.pid,
+                    text=line.decode("utf-8", "replace"),
+                )
 
     def _end(self) -> None:
         if self._ended:
             return
         self._ended = True
         self._listen()
+        self._log_lines(b"", last=True)
         self._end_children()
         code = self._process.wait()
         self._loop.remove(self._stderr)
@@ -185,8 +212,8 @@ class LoaderProcess:
         os.close(self._stderr)
         os.close(self._pidfd)
         how, reason = _how_it_ended(code)
-        if self._why:
-            how, reason = self._why, "loader-too-slow"
+        if self._stopped is not None:
+            how, reason = self._stopped
         self._on_end(Ending(how, reason, _readable(self._words)))
 
     def _end_children(self) -> None:
@@ -200,7 +227,7 @@ class LoaderProcess:
 def _how_it_ended(code: int) -> tuple[str, str]:
     """What an exit status says, and the word for it."""
     if code >= 0:
-        return f"ended with exit code {code}", "loader-exited"
+        return f"ended with exit code {code}", "loader-exited" if code else FINISHED
     try:
         how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
     except ValueError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from broker.errors import BadRequest, Cancelled, InternalError, LoadFailed
 from broker.loaders import (
     GRACE_SECONDS,
     IDLE_GRACE_SECONDS,
+    UNWANTED,
     CheckpointWork,
     Ending,
     Job,
@@ -28,6 +30,7 @@ from broker.logs import log_event
 if TYPE_CHECKING:
     from broker.server import Server
 
+NOT_WANTED = "was ended, because nobody wants its weights any more"
 STOP_SECONDS = 2.0
 """How long killed loaders are waited for at the end."""
 
@@ -118,7 +121,7 @@ class Loading:
         self._unwanted.add(session)
         process = self._processes.get(session)
         if process is not None:
-            process.stop()
+            process.stop(NOT_WANTED, UNWANTED)
 
     def _unqueue(self, session: int) -> bool:
         """Drop a load that waits for its turn; true if there was one."""
@@ -145,7 +148,7 @@ class Loading:
         while self._queue:
             self._queue.popleft().close()
         for process in self._processes.values():
-            process.stop()
+            process.stop(NOT_WANTED, UNWANTED)
         for process in list(self._processes.values()):
             process.join(STOP_SECONDS)
 
@@ -175,12 +178,12 @@ class Loading:
             self._start_next()
             return
         pid = result.process.pid
-        process = LoaderProcess(self._broker.loop, result, self._on_end(session, pid))
+        process = LoaderProcess(self._broker.loop, session, result, self._on_end(session, pid))
         self._processes[session] = process
         log_event("loader-started", session=session, set=action.set, pid=pid)
         self._broker.welcome(session, result.connection, process.identity)
         if session in self._unwanted or self._broker.is_stopping:
-            process.stop()
+            process.stop(NOT_WANTED, UNWANTED)
         elif isinstance(action, StartShipped):
             limit = f"did not finish within {action.seconds:g} s and was ended"
             self._broker.loop.call_later(action.seconds, lambda: process.stop(limit))
@@ -194,13 +197,20 @@ class Loading:
         def ended(ending: Ending) -> None:
             self._processes.pop(session, None)
             self._unwanted.discard(session)
-            log_event("loader-ended", session=session, pid=pid, how=ending)
-            said = f"the loader process {ending}"
-            if self._broker.books.sessions[session].claims:
-                self._broker.books.counters["loaders_died"] += 1
-                said = f"the loader process died before the weights were complete: it {ending}"
-            cause = LoadFailed(said, reason=ending.reason, last_words=ending.last_words)
-            self._broker.end_session(session, cause)
-            self._start_next()
+            self._ended(session, pid, ending)
 
         return ended
+
+    def _ended(self, session: int, pid: int, ending: Ending) -> None:
+        is_missed = bool(self._broker.books.sessions[session].claims)
+        said = f"the loader process {ending}"
+        if is_missed:
+            self._broker.books.counters["loaders_died"] += 1
+            said = f"the loader process died before the weights were complete: it {ending}"
+        in_order = ending.in_order and not is_missed
+        how = "finished" if in_order else ending
+        level = logging.INFO if in_order else logging.WARNING
+        log_event("loader-ended", level=level, session=session, pid=pid, how=how)
+        cause = LoadFailed(said, reason=ending.reason, last_words=ending.last_words)
+        self._broker.end_session(session, cause, closed=in_order)
+        self._start_next()

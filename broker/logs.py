@@ -10,14 +10,21 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from types import TracebackType
+from typing import TypeAlias
+
+from broker.errors import BrokerError
 
 _log = logging.getLogger("weight-broker")
 
 LOG_FORMATS = ("text", "json")
+
+ExceptionInfo: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | None]
 
 BURST_LINES = 100
 """Lines of one event at once; a peer that causes more of them fills no disk."""
@@ -32,6 +39,26 @@ def log_to_stderr(log_format: str = LOG_FORMATS[0]) -> None:
     handler.setFormatter(_FORMATTERS[log_format]())
     _log.addHandler(handler)
     _log.setLevel(logging.INFO)
+
+
+def say_refusal(error: BrokerError, log_format: str) -> None:
+    """Why a broker does not start: the sentence, or for programs an event."""
+    if log_format == LOG_FORMATS[0]:
+        print(shown_sentence(error), file=sys.stderr)
+    else:
+        cause, status = error.sentence, error.status
+        log_event("not-started", level=logging.ERROR, status=status, cause=cause)
+
+
+def shown_sentence(error: BrokerError) -> str:
+    """An error's sentence that says who speaks."""
+    prefixed = error.sentence.startswith("[weight-broker:")
+    return error.sentence if prefixed else f"weight-broker: {error.sentence}"
+
+
+def log_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """As `sys.excepthook`: the process ends because of a mistake of ours."""
+    log_event("crashed", level=logging.ERROR, exc_info=(kind, error, trace), cause=repr(error))
 
 
 class _TextFormatter(logging.Formatter):
@@ -92,7 +119,14 @@ clock = time.monotonic
 _buckets: dict[str, _Bucket] = {}
 
 
-def log_event(event: str, /, *, level: int = logging.INFO, **facts: object) -> None:
+def log_event(
+    event: str,
+    /,
+    *,
+    level: int = logging.INFO,
+    exc_info: ExceptionInfo | None = None,
+    **facts: object,
+) -> None:
     """Write one line. `None` facts are left out. From the loop's thread.
 
     Past `BURST_LINES` at once, `LINES_A_SECOND` go through; the next that does says how many did
@@ -111,7 +145,8 @@ def log_event(event: str, /, *, level: int = logging.INFO, **facts: object) -> N
         facts["suppressed"] = bucket.suppressed
         bucket.suppressed = 0
     known = {key: value for key, value in facts.items() if value is not None}
-    _log.log(level, "%s", format_event(event, known), extra={"event": event, "facts": known})
+    extra = {"event": event, "facts": known}
+    _log.log(level, "%s", format_event(event, known), exc_info=exc_info, extra=extra)
 
 
 def format_event(event: str, facts: dict[str, object]) -> str:

@@ -51,7 +51,7 @@ from broker.keeping import Inheritance, KeeperLink, KeptSession
 from broker.loading import Loading
 from broker.logs import log_event
 from broker.loop import READ, WRITE, Helpers, Loop
-from broker.preloading import preload
+from broker.preloading import Preload, preload
 from broker.reception import Reception
 from broker.requests import Tickets
 from broker.rundir import BrokerPaths
@@ -105,6 +105,7 @@ class Server:
         self._memory_notes = MemoryNotes(self.loop, self.books, self._journal)
         self.helpers = Helpers(self.loop)
         self.peers: dict[int, SessionPeer] = {}
+        self.preloads: list[Preload] = []
         self.loading = Loading(self)
         self.is_stopping = False
         self.is_replaced = False
@@ -196,7 +197,7 @@ class Server:
         self._memory_notes.look()
         self.loop.call_soon_threadsafe(self._tell_ready)
         for path in self.config.preload:
-            preload(self, path)
+            self.preloads += preload(self, path)
         try:
             self.loop.run(self._drain)
         except BaseException:
@@ -377,16 +378,18 @@ class Server:
             return
         is_writing = self.books.sessions[peer.session].claims
         who = "the engine that was writing the weights" if is_writing else "the engine"
-        self.end_session(peer.session, LoadFailed(f"{who} is gone: {how}"))
+        cause = f"{who} closed its session" if peer.has_left else f"{who} is gone: {how}"
+        self.end_session(peer.session, LoadFailed(cause), closed=peer.has_left)
 
-    def end_session(self, session: int, cause: BrokerError) -> None:
+    def end_session(self, session: int, cause: BrokerError, *, closed: bool = False) -> None:
+        """Undo what a session holds. `closed`: the process behind it has ended in order."""
         peer = self.peers.get(session)
         if peer is not None:
             peer.close()
-        self.dispatcher.untie(session)
+        self.dispatcher.end(session)
         self.tickets.drop_session(session)
         self.keeper.drop_session(session)
-        self.perform(self.books.end_session(session, cause))
+        self.perform(self.books.end_session(session, cause, closed=closed))
         self.peers.pop(session, None)  # until now, so that the log can say whose session it was
 
     # --- carrying out ---------------------------------------------------------------------
@@ -411,8 +414,10 @@ class Server:
                 self.tickets.reply(ticket, body)
             case Tell(ticket, body):
                 self.tickets.tell(ticket, body)
-            case Log(event, detail):
-                log_event(event, **{**detail, **self._pid_of(detail.get("session"))})
+            case Log(event, detail, trouble):
+                level = logging.WARNING if trouble else logging.INFO
+                whose = self._whose(detail.get("session"))
+                log_event(event, level=level, **{**detail, **whose})
             case Notify(session, event):
                 self.dispatcher.notify(session, event)
             case StartLoader() | StartShipped():
@@ -444,10 +449,16 @@ class Server:
             case DropLease(session, lease):
                 self.keeper.drop_lease(session, lease)
 
-    def _pid_of(self, session: object) -> dict[str, object]:
-        """The pid behind a session, for a line of the log that names the session."""
+    def _whose(self, session: object) -> dict[str, object]:
+        """The process behind a session, for a line of the log that names the session."""
         peer = self.peers.get(session) if isinstance(session, int) else None
-        return {} if peer is None else {"pid": peer.identity.pid}
+        if peer is None:
+            return {}
+        return {
+            "pid": peer.identity.pid,
+            "command": peer.identity.command,
+            "label": peer.label or None,
+        }
 
     def _on_device(
         self, set_id: int, call: Callable[[], None], then: Callable[[int], list[Action]]

@@ -6,7 +6,7 @@ import socket
 import sys
 
 from broker.errors import BrokerError
-from broker.logs import log_to_stderr
+from broker.logs import log_crash, log_to_stderr, say_refusal
 from broker.server import Server
 from broker.service import config_from
 from broker.stop_signals import hold_stop_signals
@@ -17,11 +17,12 @@ def main(arguments: list[str]) -> int:
     options, restarts, *descriptors = arguments
     config, paths = config_from(options)
     log_to_stderr(config.log_format)
+    sys.excepthook = log_crash
     link, router, sessions = (socket.socket(fileno=int(number)) for number in descriptors)
     try:
         server = Server(config, paths, link, router, sessions, int(restarts))
     except BrokerError as error:
-        print(f"weight-broker: {error.sentence}", file=sys.stderr)
+        say_refusal(error, config.log_format)
         return error.exit_code
     server.stop_on_signals()
     code = server.run()

@@ -20,13 +20,13 @@ from broker import wire
 from broker.credentials import peer_credentials
 from broker.errors import BadRequest, BrokerError, Busy
 from broker.limits import Limits, descriptor_limit
+from broker.logs import log_event
 from broker.loop import HUNG_UP, READ, WRITE, Loop
 from broker.packets import MAX_DESCRIPTORS, receive_packet
 
-log = logging.getLogger("weight-broker")
-
 SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
-PROCESS_ENDED = "the process has ended"
+PROCESS_ENDED = "its process has ended"
+WITHOUT_A_WORD = "it ended without closing its session"
 RECEIVE_BATCH = 64
 """Packets of one session handled before others get their turn."""
 SPARE_DESCRIPTORS = 96
@@ -72,8 +72,13 @@ class SessionPeer:
 
     Args:
         on_attach: an engine wants a lease's descriptors.
-        on_end: end-of-file or the pidfd; called once, with a sentence's end ("it closed …").
+        on_end: end-of-file or the pidfd; called once, with a sentence's end ("it ended …").
         on_refusal: a packet was answered with this error.
+
+    Attributes:
+        label: what the engine calls itself.
+        since: when it connected, in seconds since 1970; None: before an earlier server told.
+        has_left: it has said that it is about to close its session.
     """
 
     def __init__(
@@ -91,6 +96,8 @@ class SessionPeer:
         self.identity = identity
         self.token = secrets.token_bytes(16)
         self.label = ""
+        self.since: float | None = None
+        self.has_left = False
         self._loop = loop
         self._limits = limits
         self._connection = connection
@@ -104,9 +111,9 @@ class SessionPeer:
         connection.setblocking(False)
         loop.add(connection.fileno(), READ, self._on_event)
         if identity.pidfd is not None:
-            loop.add(identity.pidfd, READ, lambda _events: self._end(PROCESS_ENDED))
+            loop.add(identity.pidfd, READ, lambda _events: self._process_ended())
         elif identity.has_ended:
-            loop.call_soon_threadsafe(lambda: self._end(PROCESS_ENDED))
+            loop.call_soon_threadsafe(self._process_ended)
 
     @property
     def who(self) -> str:
@@ -187,18 +194,30 @@ class SessionPeer:
             self.close()
             self._on_end(self, how)
 
+    def _process_ended(self) -> None:
+        """It may have said something just before, of which the loop has not been told yet."""
+        self._on_event(READ)
+        self._end(PROCESS_ENDED)
+
     def _on_event(self, events: int) -> None:
         try:
             self._handle_events(events)
-        except Exception:  # whatever one peer makes us do wrong, the others are served
-            log.exception("internal error in session %d", self.session)
+        except Exception as error:  # noqa: BLE001 - logged whole; the others are served
+            log_event(
+                "internal-error",
+                level=logging.ERROR,
+                exc_info=(type(error), error, error.__traceback__),
+                session=self.session,
+                pid=self.identity.pid,
+                cause=repr(error),
+            )
             self._end("the broker failed to handle its packets")
 
     def _handle_events(self, events: int) -> None:
         if events & WRITE:
             self._flush()
         if events & HUNG_UP and self._unsent:
-            self._end("it closed its session")
+            self._end(WITHOUT_A_WORD)
         if events & (READ | HUNG_UP):
             for _ in range(RECEIVE_BATCH):
                 if not self._receive():
@@ -253,7 +272,7 @@ class SessionPeer:
             self._end(f"its session socket failed ({error.strerror})")
             return False
         if not packet and not descriptors:
-            self._end("it closed its session")
+            self._end(WITHOUT_A_WORD)
             return False
         try:
             self._handle(packet, descriptors, truncated=truncated)
@@ -273,6 +292,9 @@ class SessionPeer:
             message = wire.decode_to_broker(packet)
             if isinstance(message, wire.Attach):
                 self._on_attach(self, message)
+                return
+            if isinstance(message, wire.Leave):
+                self.has_left = True
                 return
             key = (message.request, message.what)
             if len(descriptors) != 1:

@@ -394,8 +394,10 @@ class Done(Message, frozen=True):
     pass
 
 
-class Pinned(Message, frozen=True):
+class Pinned(Message, frozen=True, omit_defaults=True):
     sets: list[int]
+    kept: list[int] = []
+    """Of these, sets that `pin` has saved: they were to go with their last lease."""
 
 
 class Evicted(Message, frozen=True):
@@ -480,7 +482,11 @@ class Deliver(SessionMessage, tag="deliver", frozen=True):
     what: str
 
 
-ToBroker: TypeAlias = Attach | Deliver
+class Leave(SessionMessage, tag="leave", frozen=True):
+    """Engine to broker, the last packet: what follows is no death. Changes nothing by itself."""
+
+
+ToBroker: TypeAlias = Attach | Deliver | Leave
 ToEngine: TypeAlias = Welcome | Refused | Attached
 
 _encoder = msgspec.msgpack.Encoder()
@@ -553,12 +559,6 @@ def _check_source(operation: str, source: Source | None) -> None:
     if len(source.path.encode()) > MAX_PATH_BYTES:
         raise BadRequest(f"{operation}: a path may have {MAX_PATH_BYTES} bytes at most")
     _check_name(operation, "fingerprint", source.fingerprint)
-
-
-def _check_described(operation: str, described: Demand | WeightKey) -> None:
-    # What a key says comes back with each grant and in error sentences: it must stay small.
-    for field in ("device", "name", "checkpoint", "dtype", "format", "quantization", "generation"):
-        text = getattr(described, field, None)
     if source.conversion is not None:
         _check_conversion(operation, source.conversion)
 
@@ -579,6 +579,12 @@ def _check_conversion(operation: str, conversion: Conversion) -> None:
                 f"{operation}: weights cannot be converted to {dtype!r}; possible are "
                 + ", ".join(CONVERTIBLE)
             )
+
+
+def _check_described(operation: str, described: Demand | WeightKey) -> None:
+    # What a key says comes back with each grant and in error sentences: it must stay small.
+    for field in ("device", "name", "checkpoint", "dtype", "format", "quantization", "generation"):
+        text = getattr(described, field, None)
         may_be_empty = field in ("dtype", "quantization") or isinstance(described, WeightKey)
         _check_name(operation, field, None if may_be_empty and text == "" else text)
     layout = described.layout or {}
@@ -602,7 +608,7 @@ def decode_to_broker(packet: bytes) -> ToBroker:
     message: ToBroker = _decode_packet(_to_broker, packet)
     if isinstance(message, Attach):
         _check_name("attach", "lease", message.lease)
-    elif len(message.request) > MAX_ENVELOPE_FRAME_BYTES:
+    elif isinstance(message, Deliver) and len(message.request) > MAX_ENVELOPE_FRAME_BYTES:
         raise BadRequest(f"deliver: a request id has {MAX_ENVELOPE_FRAME_BYTES} bytes at most")
     return message
 

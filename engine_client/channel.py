@@ -8,6 +8,7 @@ and claims go by ids that the engine chose.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -66,6 +67,7 @@ class Channel:
         self._dealer.connect(f"ipc://{router}")
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wake_closed = False
+        self._has_left = False
         self._ids = itertools.count(1)
         # Reentrant: a garbage collection may run a lease's finaliser, which submits a call, in a
         # thread that is inside.
@@ -164,6 +166,15 @@ class Channel:
                 if not self._wake_closed:
                     self._wake_closed = True
                     os.close(self._wake)
+
+    def leave(self) -> None:
+        """Tell the broker that this end is no death; at most once, and nothing if it is gone."""
+        with self._lock:
+            if self._has_left:
+                return
+            self._has_left = True
+            with contextlib.suppress(OSError):
+                send_packet(self._connection, wire.encode(wire.Leave()), ())
 
     def abandon_in_child(self) -> None:
         """In a forked child: drop the inherited socket, so that our parent's death is seen."""

@@ -6,6 +6,7 @@ engine is doing: the sockets belong to a thread of their own (channel.py).
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import socket
@@ -291,7 +292,13 @@ class Session:
     def close(self) -> None:
         """End the session; the broker takes its leases back. Idempotent; nothing in a child."""
         if not self.is_inherited:
+            self.leave()
             self._channel.close(UsageError("this client is closed"))
+
+    def leave(self) -> None:
+        """Tell the broker that the end which follows is no death. Nothing in a child."""
+        if not self.is_inherited:
+            self._channel.leave()
 
     def abandon_in_child(self) -> None:
         """In a forked child: drop the inherited socket, so that our parent's death is seen."""
@@ -390,4 +397,11 @@ def _after_fork_in_child() -> None:
         session.abandon_in_child()
 
 
+def _at_exit() -> None:
+    """An engine that ends in order need not close its client."""
+    for session in list(_live):
+        session.leave()
+
+
 os.register_at_fork(after_in_child=_after_fork_in_child)
+atexit.register(_at_exit)

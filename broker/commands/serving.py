@@ -8,6 +8,7 @@ from typing import Any
 
 from broker.commands.parsing import Commands, Examples, add_plain
 from broker.configuration import CONFIG_OPTION, CONFIG_VARIABLE, configure
+from broker.errors import BrokerError
 from broker.sd_notify import notify
 from broker.settings import SETTINGS, Kind, Setting
 from broker.stop_signals import hold_stop_signals
@@ -61,7 +62,7 @@ def _argument(setting: Setting) -> dict[str, Any]:
 def serve_engines(options: argparse.Namespace) -> int:
     """Returns when the broker has ended."""
     from broker.commands.print_config import as_toml
-    from broker.logs import log_to_stderr
+    from broker.logs import log_to_stderr, say_refusal
     from broker.service import Broker
 
     configuration = configure(vars(options), os.environ, options.config)
@@ -70,7 +71,11 @@ def serve_engines(options: argparse.Namespace) -> int:
         print(as_toml(configuration), end="")
         return 0
     log_to_stderr(config.log_format)
-    broker = Broker(config)
+    try:
+        broker = Broker(config)
+    except BrokerError as error:
+        say_refusal(error, config.log_format)
+        return error.exit_code
     broker.stop_on_signals()
     code = broker.run(_ready)
     hold_stop_signals()

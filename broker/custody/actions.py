@@ -116,10 +116,14 @@ class DropLease:
 
 @dataclass(frozen=True)
 class Log:
-    """A life-cycle event for the log; the same ids as in `status`."""
+    """A life-cycle event for the log; the same ids as in `status`.
+
+    `trouble`: somebody should perhaps look at it.
+    """
 
     event: str
     detail: dict[str, Any] = field(default_factory=dict)
+    trouble: bool = False
 
 
 Action: TypeAlias = (

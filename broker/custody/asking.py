@@ -254,7 +254,9 @@ class Asking(Ledger):
         self._take_lease(record, waiter)
         self._name(record, waiter)
         self._reply(waiter.ticket, self._granted(record, waiter, how))
-        self._log("lease-granted", session=waiter.session, set=record.id, how=how)
+        self._log(
+            "lease-granted", session=waiter.session, set=record.id, lease=waiter.lease, how=how
+        )
 
     def _take_lease(self, record: WeightSet, waiter: Waiter) -> None:
         self._move(record, Trigger.ASK)

@@ -29,11 +29,14 @@ from broker.errors import (
 class Books(Restoring):
     """All of them: asking, claiming, writing, restoring, and here sessions and giving back."""
 
-    def end_session(self, session: int, cause: BrokerError) -> list[Action]:
+    def end_session(
+        self, session: int, cause: BrokerError, *, closed: bool = False
+    ) -> list[Action]:
         """The process behind a session is gone: its leases, claims and requests end now.
 
         Args:
             cause: what the requests that wait for a set it was writing are told.
+            closed: it ended the session itself; else it has died, as far as anybody knows.
         """
         record = self.sessions.pop(session, None)
         if record is None:
@@ -48,7 +51,9 @@ class Books(Restoring):
             self._lose_writer(self.sets[set_id], Failure(cause))
         self._log(
             "session-ended",
+            trouble=not closed,
             session=session,
+            how="closed" if closed else "died",
             cause=cause.sentence,
             leases=len(record.leases),
             requests=len(record.waiting),
@@ -71,7 +76,8 @@ class Books(Restoring):
             limit="seal_seconds",
         )
         self.counters["writers_stalled"] += 1
-        self._log("writer-stalled", session=record.writer, set=record.id, cause=error.sentence)
+        cause, writer = error.sentence, record.writer
+        self._log("writer-stalled", trouble=True, session=writer, set=record.id, cause=cause)
         self._fail(record, Failure(error))
         return self._take()
 
@@ -129,16 +135,20 @@ class Books(Restoring):
     def pin(self, ticket: int, request: wire.Pin) -> list[Action]:
         """Keep sets although nobody leases them, whatever memory is needed or generation comes.
 
+        A set that is to go with its last lease stays as well, and the answer says so.
+
         Raises:
             NotFound: as `evict`.
         """
         meant = self._meant(request.set)
+        kept = [record.id for record in meant if record.state is State.DRAINING]
         for record in meant:
             record.pinned = True
             self._touch(record)
             if record.state is State.DRAINING:
                 self._move(record, Trigger.ASK)
-        self._reply(ticket, wire.Pinned([record.id for record in meant]))
+            self._log("set-pinned", set=record.id, saved=record.id in kept or None)
+        self._reply(ticket, wire.Pinned([record.id for record in meant], kept))
         return self._take()
 
     def unpin(self, ticket: int, request: wire.Unpin) -> list[Action]:
@@ -151,6 +161,7 @@ class Books(Restoring):
         for record in meant:
             record.pinned = False
             self._touch(record)
+            self._log("set-unpinned", set=record.id)
             if record.superseded and record.state is State.SEALED:
                 self._retire(record)
         self._reply(ticket, wire.Pinned([record.id for record in meant]))

@@ -130,8 +130,8 @@ class Ledger:
             self._reply(record.pending, body)
         record.pending = None
 
-    def _log(self, event: str, **detail: object) -> None:
-        self._actions.append(Log(event, detail))
+    def _log(self, event: str, *, trouble: bool = False, **detail: object) -> None:
+        self._actions.append(Log(event, detail, trouble))
 
     def _announce(self, event: str, names: Iterable[str], **detail: object) -> None:
         """Tell every session that watches one of the names (or all of them)."""
@@ -306,7 +306,7 @@ class Ledger:
         if self._keeping:
             self._actions.append(DropLease(session, lease))
         record.used = next(self._clock)
-        self._log("lease-ended", set=record.id, session=session)
+        self._log("lease-ended", set=record.id, session=session, lease=lease)
         if record.leases:
             return
         is_superseded = record.superseded and not record.pinned

@@ -29,6 +29,7 @@ from broker.errors import (
     BadRequest,
     BrokerError,
     Busy,
+    Cancelled,
     OverBudget,
     from_payload,
 )
@@ -352,7 +353,15 @@ class Writing(Claiming):
         self._answer_writer(record, failure.error)
         failed = "publications_failed" if record.initiator is None else "loads_failed"
         self.counters[failed] += 1
-        self._log("set-failed", set=record.id, session=record.writer, cause=failure.error.sentence)
+        self._log(
+            "set-failed",
+            trouble=not isinstance(failure.error, Cancelled),
+            set=record.id,
+            session=record.writer,
+            path=None if record.source is None else record.source.path,
+            name=record.key.name or None,
+            cause=failure.error.sentence,
+        )
         writer = self.sessions.get(record.writer or 0)
         if writer is not None and writer.is_loader:
             self._actions.append(StopLoader(writer.id))
