@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,17 +37,24 @@ class Binding:
         ignored: stored names that stayed unused (leftovers of old releases, or by pattern).
         copied: stored names of which the module got private copies: its buffers.
         guard: the write guard, if one was asked for.
-        prefix: what the stored names have in front of the module's.
     """
 
     def __init__(
-        self, module: Module, tensors: SlabTensors, plan: Plan, prefix: str, frozen: set[str]
+        self,
+        module: Module,
+        tensors: SlabTensors,
+        plan: Plan,
+        frozen: set[str],
+        *,
+        prefix: str = "",
+        names: Mapping[str, str] | None = None,
     ) -> None:
         self.tensors = tensors
         self.ignored = plan.ignored
         self.copied = list(plan.buffers)
         self.guard: WriteGuard | None = None
         self.prefix = prefix
+        self._names = names
         self._module = weakref.ref(module)
         self._frozen = frozen
 
@@ -61,6 +68,10 @@ class Binding:
         """False after `detach`, and once the module has died."""
         module = self._module()
         return module is not None and _bindings.get(module) is self
+
+    def stored_name(self, path: str) -> str:
+        """What a place is called in the stored weights, given prefix and path in the module."""
+        return path if self._names is None else self._names.get(path, "")
 
     def detach(self) -> None:
         """Give the module private, writable copies of what it shares. Idempotent.
@@ -79,7 +90,7 @@ class Binding:
             for key, parameter in at._parameters.items():
                 if parameter is not None and self.tensors.owns(parameter):
                     _make_private(parameter, copies)
-                    parameter.requires_grad_(path + key not in self._frozen)
+                    parameter.requires_grad_(self.stored_name(path + key) not in self._frozen)
         del _bindings[module]
 
 
@@ -89,6 +100,7 @@ def bind_module(
     *,
     ignore: Sequence[str] = (),
     prefix: str = "",
+    names: Mapping[str, str] | None = None,
     guard: bool = False,
 ) -> Binding:
     """Replace the module's parameters with read-only views of shared weights, its buffers with
@@ -104,15 +116,18 @@ def bind_module(
             own up.
         ignore: shell patterns (`fnmatch`) of stored names that may stay unused.
         prefix: what the stored names have in front of the module's.
+        names: instead of a prefix and patterns: the stored name for every place that gets a stored
+            tensor, by the module's name of it. All other places keep what they have.
         guard: name in-place operations on shared parameters, in this thread, until `detach`.
 
     Raises:
         BindError: names, shapes, dtypes or ties do not fit; lists all of them. The module is as it
             was.
-        UsageError: the module is bound already, or the weights were released.
+        UsageError: the module is bound already, or the weights were released; or `names` gives one
+            stored tensor to two places that are not tied.
     """
     with _no_collection():
-        plan = plan_bind(module, tensors, prefix, ignore)
+        plan = plan_bind(module, tensors, prefix, ignore, names)
         views = tensors.take(plan.names + list(plan.tied))
         copies = [view.clone() for view in tensors.take(list(plan.buffers))]
         try:
@@ -120,7 +135,7 @@ def bind_module(
         except BaseException:
             _restore(plan)
             raise
-    binding = Binding(module, tensors, plan, prefix, frozen)
+    binding = Binding(module, tensors, plan, frozen, prefix=prefix, names=names)
     guard_load_state_dict()
     _bindings[module] = binding
     if guard:
@@ -158,7 +173,7 @@ def _replace(
     for places, copy in zip(plan.buffers.values(), copies, strict=True):
         _fill(places, copy)
     for place in plan.moves:
-        place.entries[place.key] = place.held.to(device)
+        place.entries[place.key] = _moved(place.held, device)
     _tell(plan)
     return frozen
 
@@ -170,6 +185,13 @@ def _as_parameter(view: Tensor, held: Tensor) -> Tensor:
         view = torch.Tensor._make_subclass(type(held), view, False)
     view.__dict__.update(held.__dict__)
     return view
+
+
+def _moved(held: Tensor, device: torch.device) -> Tensor:
+    if not isinstance(held, Parameter):
+        return held.to(device)
+    moved = _as_parameter(held.detach().to(device), held)
+    return moved.requires_grad_(held.requires_grad)
 
 
 def _fill(places: list[Place], tensor: Tensor) -> None:

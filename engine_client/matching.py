@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ class Plan:
         names, single: stored names, and for each the one place it goes to.
         tied: stored name → the places that get the same Parameter.
         buffers: stored name → the places that get the same private copy.
-        moves: buffers of the module's own that only have to come to the device.
+        moves: what the module keeps of its own and only has to come to the device.
         ignored: stored names that stay unused, by a rule or a pattern.
         watching: modules that want to see their parameters set (`__setattr__` of their own).
     """
@@ -64,24 +64,38 @@ class Plan:
     watching: list[Module] = field(default_factory=list)
 
 
-def plan_bind(module: Module, tensors: SlabTensors, prefix: str, ignore: Sequence[str]) -> Plan:
+def plan_bind(
+    module: Module,
+    tensors: SlabTensors,
+    prefix: str,
+    ignore: Sequence[str],
+    names: Mapping[str, str] | None = None,
+) -> Plan:
     """Find the stored tensor of every parameter and buffer.
 
     Args:
         prefix: what the stored names have in front of the module's.
         ignore: shell patterns of stored names that may stay unused.
+        names: the module's name of every place that gets a stored tensor, and that tensor's; all
+            other places keep what they have, and all other tensors stay unused.
 
     Raises:
         BindError: with everything that does not fit, if anything does not.
-        UsageError: the module is bound already, or contains itself.
+        UsageError: the module is bound already, or contains itself; or `names` gives one stored
+            tensor to two places that are not tied.
     """
-    return _Matching(module, tensors).plan(prefix, ignore)
+    return _Matching(module, tensors, names).plan(prefix, ignore)
 
 
 class _Matching:
-    def __init__(self, module: Module, tensors: SlabTensors) -> None:
+    def __init__(
+        self, module: Module, tensors: SlabTensors, names: Mapping[str, str] | None
+    ) -> None:
         self._module = module
         self._tensors = tensors
+        self._names = names
+        self._kept: list[Place] = []
+        self._owners: dict[str, Tensor] = {}
         self._plan = Plan()
         self._misfits = Misfits()
         self._used: set[str] = set()
@@ -96,8 +110,10 @@ class _Matching:
         own = self._match_buffers(buffers)
         if len(self._used) != len(layouts):
             left = [name for name in layouts if name not in self._used]
-            is_ignored = _ignored_by(self._module, {place.name for place in own}, ignore)
-            plan.ignored = [name for name in left if is_ignored(name, layouts[name])]
+            plan.ignored = left
+            if self._names is None:
+                is_ignored = _ignored_by(self._module, {place.name for place in own}, ignore)
+                plan.ignored = [name for name in left if is_ignored(name, layouts[name])]
             ignored = set(plan.ignored)
             self._misfits.unexpected = [name for name in left if name not in ignored]
         if self._misfits:
@@ -109,7 +125,7 @@ class _Matching:
 
         Plain tuples where speed counts: a `Place` costs ten times as much to make.
         """
-        plan, find = self._plan, self._tensors.layouts.get
+        plan, find, names = self._plan, self._tensors.layouts.get, self._names
         single: list[Any] = plan.single
         odd: list[Place] = []
         buffers: list[Place] = []
@@ -121,7 +137,13 @@ class _Matching:
             for key, held in entries.items():
                 if held is None:
                     continue
-                layout = find(name := path + key)
+                name = path + key
+                if names is not None:
+                    if name not in names:
+                        self._kept.append(Place(name, held, entries, key, at))
+                        continue
+                    name = self._stored_for(name, held)
+                layout = find(name)
                 if (
                     layout is not None
                     and type(held) is Parameter
@@ -135,8 +157,24 @@ class _Matching:
             for key, held in entries.items():
                 if held is not None:
                     buffers.append(Place(path + key, held, entries, key, at))
+        if names is not None:
+            self._kept += [place for place in buffers if place.name not in names]
+            buffers = [
+                place._replace(name=self._stored_for(place.name, place.held))
+                for place in buffers
+                if place.name in names
+            ]
         plan.names = [place[0] for place in single]
         return odd, buffers
+
+    def _stored_for(self, name: str, held: Tensor) -> str:
+        stored = (self._names or {})[name]
+        if self._owners.setdefault(stored, held) is not held:
+            raise UsageError(
+                f"bind: {stored!r} is to become {name!r} and another tensor of the module, which "
+                "is not tied to it; tie the two, or give each a stored tensor of its own"
+            )
+        return stored
 
     def _apart(self, odd: list[Place]) -> list[list[Place]]:
         """Take what is tied out of what fits; all that is left to match, grouped by object."""
@@ -176,7 +214,7 @@ class _Matching:
     def _match_buffers(self, buffers: list[Place]) -> list[Place]:
         """Match those that are to be stored; the others, which stay the module's own."""
         stored = [place for place in buffers if self._is_stored(place)]
-        own = [place for place in buffers if not self._is_stored(place)]
+        own = self._kept + [place for place in buffers if not self._is_stored(place)]
         for same in _by_identity(stored):
             self._match(same, self._plan.buffers)
         self._misfits.on_meta = [place.name for place in own if place.held.is_meta]
@@ -189,7 +227,7 @@ class _Matching:
         A non-persistent one only if an engine published it as such: in a checkpoint its name is a
         leftover of another version, whose values are not this module's.
         """
-        if place.key not in place.module._non_persistent_buffers_set:
+        if self._names is not None or place.key not in place.module._non_persistent_buffers_set:
             return True
         layout = self._tensors.layouts.get(place.name)
         return layout is not None and layout.kind == "non-persistent-buffer"

@@ -125,9 +125,10 @@ def _buffer_steps(binding: Binding, module: Module, new: SlabTensors) -> list[_S
     steps: dict[int, _Step] = {}
     for path, at in walk(module, binding.prefix):
         for key, buffer in at._buffers.items():  # noqa: SLF001 - as torch's own buffers()
-            if buffer is None or path + key not in copied or id(buffer) in steps:
+            name = binding.stored_name(path + key)
+            if buffer is None or name not in copied or id(buffer) in steps:
                 continue
-            stored = new.tensor(path + key)
+            stored = new.tensor(name)
             if (buffer.dtype, buffer.shape, buffer.device) == (
                 stored.dtype,
                 stored.shape,

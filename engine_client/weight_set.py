@@ -139,6 +139,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         guard: bool = False,
         ignore: Sequence[str] = (),
         prefix: str = "",
+        names: Mapping[str, str] | None = None,
     ) -> Binding:
         """Make the module's parameters read-only views of these weights, its buffers clones.
 
@@ -147,6 +148,8 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
             guard: name in-place operations on shared parameters before they fault; slower.
             ignore: patterns (`fnmatch`) of stored names the module need not have.
             prefix: what the stored names have in front of the module's.
+            names: instead of both, where names differ otherwise: the module's name of each place
+                that gets a stored tensor, and that tensor's. All other places keep what they have.
 
         Raises:
             Mismatch: with every missing, unexpected and mismatched name; the module is unchanged.
@@ -154,7 +157,9 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         """
         from engine_client.binding import bind_module
 
-        return bind_module(module, self._tensors(), ignore=ignore, prefix=prefix, guard=guard)
+        return bind_module(
+            module, self._tensors(), ignore=ignore, prefix=prefix, names=names, guard=guard
+        )
 
     def detach(self, module: torch.nn.Module) -> None:
         """Give a bound module private, writable copies; its ties stay tied.
