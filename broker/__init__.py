@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from broker.quantization import register_ipc_quantization as register_ipc_quantization
     from broker.service import Broker as Broker
 
+VERSION = "0.1.0"
+
 _HOMES = {
     "Broker": "broker.service",
     "BrokerConfig": "broker.config",

@@ -10,6 +10,7 @@ import ctypes
 import logging
 import secrets
 import socket
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ class _Unsent:
 
     replies: deque[list[bytes]] = field(default_factory=deque)
     nbytes: int = 0
+    since: float = field(default_factory=time.monotonic)
 
     def append(self, frames: list[bytes]) -> None:
         self.replies.append(frames)
@@ -212,6 +214,11 @@ class Conversation:
         if unsent is not None:
             self.counters["replies_dropped"] += len(unsent.replies)
             log_event("replies-dropped", level=logging.WARNING, replies=len(unsent.replies))
+
+    def lag(self, routing: bytes) -> float:
+        """Seconds since a reply could first not be sent to this peer; 0: it reads them all."""
+        unsent = self._unsent.get(routing)
+        return 0.0 if unsent is None else time.monotonic() - unsent.since
 
     @property
     def has_unsent(self) -> bool:

@@ -342,7 +342,10 @@ class Dispatcher:
         if now - self._reported.get(session, 0.0) < REPORT_SECONDS:
             return []
         self._reported[session] = now
-        return self._broker.books.report(session, message)
+        actions = self._broker.books.report(session, message)
+        claims = self._broker.books.sessions[session].claims
+        self._broker.times.progressed(claims[message.claim], message.stage, message.done)
+        return actions
 
     def _take(self, ticket: Ticket, what: str) -> int:
         peer = self._broker.peers.get(ticket.session or 0)
@@ -355,6 +358,11 @@ class Dispatcher:
     def session_of(self, routing: bytes) -> int | None:
         """The session whose conversation this is."""
         return self._session_of.get(routing)
+
+    def lag(self, session: int) -> float:
+        """Seconds since an answer could first not be sent to the session; 0: it reads them all."""
+        routing = self._routing_of.get(session)
+        return 0.0 if routing is None else self._broker.conversation.lag(routing)
 
     def end(self, session: int) -> None:
         """The session is over. What its conversation still says, a `release` mostly, is no fault:

@@ -35,6 +35,8 @@ class KeptSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token: bytes
     label: str
     watches: list[str] = []
+    since: float = 0.0
+    """When it connected, in seconds since 1970; 0: not known."""
 
 
 @dataclass

@@ -20,7 +20,8 @@ from typing import TypeAlias
 
 from broker.errors import BrokerError
 
-_log = logging.getLogger("weight-broker")
+LOGGER = "weight-broker"
+_log = logging.getLogger(LOGGER)
 
 LOG_FORMATS = ("text", "json")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -46,6 +48,7 @@ class Ticket:
     key: RequestKey | None = None
     source: int | None = None
     on_reply: Callable[[msgspec.Struct | BrokerError], None] | None = None
+    opened: float = field(default_factory=time.monotonic)
 
 
 class Tickets:
@@ -64,6 +67,7 @@ class Tickets:
         self._use: dict[int, _Use] = {}
         self._total = _Use()
         self._numbers = itertools.count(1)
+        self._asked: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -88,6 +92,7 @@ class Tickets:
         if key is not None:
             self._by_key[key] = ticket
         if session is not None:
+            self._asked[session] += 1
             for use in (self._use.setdefault(session, _Use()), self._total):
                 use.add(ticket, 1)
         return ticket
@@ -133,6 +138,20 @@ class Tickets:
             if ticket.session == session:
                 ticket.routing = routing
 
+    def asked(self, session: int) -> int:
+        """How many requests the session has made."""
+        return self._asked[session]
+
+    def waits(self) -> dict[int, float]:
+        """Seconds that the oldest request of each session has waited for weights, of those with
+        one."""
+        now = time.monotonic()
+        waits: dict[int, float] = {}
+        for ticket in self._open.values():  # oldest first
+            if ticket.operation in WAITING and ticket.session is not None:
+                waits.setdefault(ticket.session, now - ticket.opened)
+        return waits
+
     def get(self, number: int) -> Ticket | None:
         return self._open.get(number)
 
@@ -164,6 +183,7 @@ class Tickets:
         for ticket in [ticket for ticket in self._open.values() if ticket.session == session]:
             self._close(ticket.number)
         self._answers.pop(session, None)
+        self._asked.pop(session, None)
 
     def reply_all(self, error: BrokerError) -> None:
         for number in list(self._open):

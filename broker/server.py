@@ -59,6 +59,8 @@ from broker.served import limit_of, open_served
 from broker.sessions import PeerIdentity, SessionPeer, identify
 from broker.stop_signals import on_stop_signal
 from broker.store import Store
+from broker.times import Times
+from broker.troubles import Troubles
 
 RECEIVE_BATCH = 64
 """Requests handled in one turn before sessions and timers get their turn."""
@@ -90,6 +92,7 @@ class Server:
         self.paths = paths
         self.restarts = restarts
         self.started = time.time()
+        self.troubles = Troubles()
         self._journal = server_journal(paths, config.journal_limit)
         self.devices: dict[str, Device] = open_served(config.device)
         self.platform = next(iter(self.devices.values())).properties.platform
@@ -98,6 +101,7 @@ class Server:
         self.epoch = inherited.facts.get("epoch", secrets.token_hex(8).encode()).decode()
         self.books = Books(self._budgets(inherited), self.epoch, keeping=True, limits=config.limits)
         self.books.counters["server_restarts"] = restarts
+        self.first_started = self._first_started(inherited)
         self.store = Store(self.devices)
         self._canaries = inherited.canaries
         self.access = own_access(config.group)
@@ -106,6 +110,7 @@ class Server:
         self.helpers = Helpers(self.loop)
         self.peers: dict[int, SessionPeer] = {}
         self.preloads: list[Preload] = []
+        self.times = Times(self.books.sets)
         self.loading = Loading(self)
         self.is_stopping = False
         self.is_replaced = False
@@ -138,10 +143,17 @@ class Server:
             for uuid, device in self.devices.items()
         }
 
+    def _first_started(self, inherited: Inheritance) -> float:
+        """When the first server of this keeper started, in seconds since 1970."""
+        kept = inherited.facts.get("started", repr(self.started).encode())
+        self.keeper.keep_fact("started", kept)
+        return float(kept)
+
     def _take_over(self, inherited: Inheritance) -> None:
         """Go on where an earlier server ended. Engines are asked to say hello again."""
         for kept, descriptors in inherited.sets:
             self.store.adopt(kept.id, *descriptors)
+            self.times.adopt(kept.id, kept.sealed)
         sets = [kept for kept, _descriptors in inherited.sets]
         numbers = [kept.id for kept, _connection in inherited.sessions]
         actions = self.books.restore(sets, numbers, inherited.leases, restarts=self.restarts)
@@ -210,7 +222,8 @@ class Server:
     def _tell_ready(self) -> None:
         self.keeper.ready(
             f"weight-broker ready: name={self.config.name} device={','.join(self.devices)} "
-            f"platform={self.platform} socket={self.paths.zmq} pid={os.getppid()}"
+            f"platform={self.platform} socket={self.paths.zmq} pid={os.getppid()} "
+            f"server_pid={os.getpid()}"
         )
 
     def stop(self, why: str) -> None:
@@ -256,6 +269,7 @@ class Server:
         for peer in self.peers.values():
             peer.close(end=not self.is_replaced)
         self.store.close()
+        self.troubles.close()
         self.loop.close()
         self.keeper.close()
         os.close(self._keeper_pidfd)
@@ -294,7 +308,7 @@ class Server:
             uid=identity.uid,
             command=identity.command,
         )
-        kept = KeptSession(session, secrets.token_bytes(16), "")
+        kept = KeptSession(session, secrets.token_bytes(16), "", since=time.time())
         if not self.books.sessions[session].is_loader:
             self.keeper.keep_session(kept, connection.fileno())
         self._attend(session, connection, identity, kept)
@@ -316,7 +330,7 @@ class Server:
             self._session_ended,
             self._packet_refused,
         )
-        peer.token, peer.label = kept.token, kept.label
+        peer.token, peer.label, peer.since = kept.token, kept.label, kept.since
         self.peers[session] = peer
         self.books.introduce(session, peer.who)
         peer.send(wire.Welcome(session, peer.token, self.epoch))
@@ -325,7 +339,8 @@ class Server:
         """Something that a successor needs to know of the session has changed."""
         peer, record = self.peers[session], self.books.sessions[session]
         if not record.is_loader:
-            kept = KeptSession(session, peer.token, peer.label, sorted(record.watches))
+            watches = sorted(record.watches)
+            kept = KeptSession(session, peer.token, peer.label, watches, peer.since)
             self.keeper.note_session(kept)
 
     def _attach(self, peer: SessionPeer, request: wire.Attach) -> None:
@@ -418,6 +433,7 @@ class Server:
                 level = logging.WARNING if trouble else logging.INFO
                 whose = self._whose(detail.get("session"))
                 log_event(event, level=level, **{**detail, **whose})
+                self.times.note(event, detail)
             case Notify(session, event):
                 self.dispatcher.notify(session, event)
             case StartLoader() | StartShipped():
@@ -443,6 +459,7 @@ class Server:
                 self.keeper.drop_set(set_id)
                 self.helpers.submit(("set", set_id), lambda: self.store.free(set_id))
             case KeepSet(kept):
+                kept = msgspec.structs.replace(kept, sealed=self.times.sealed(kept.id))
                 self.keeper.keep_set(kept, self.store.for_reader(kept.id))
             case KeepLease(kept_lease):
                 self.keeper.keep_lease(kept_lease)

@@ -77,7 +77,7 @@ class SessionPeer:
 
     Attributes:
         label: what the engine calls itself.
-        since: when it connected, in seconds since 1970; None: before an earlier server told.
+        since: when it connected, in seconds since 1970; 0: not known.
         has_left: it has said that it is about to close its session.
     """
 
@@ -96,7 +96,7 @@ class SessionPeer:
         self.identity = identity
         self.token = secrets.token_bytes(16)
         self.label = ""
-        self.since: float | None = None
+        self.since = 0.0
         self.has_left = False
         self._loop = loop
         self._limits = limits

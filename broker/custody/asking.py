@@ -251,14 +251,11 @@ class Asking(Ledger):
             self._check_label(record.key, demand)
             if demand.name:
                 self._check_may_name(line_of(record.key, demand.name), record)
-        self._take_lease(record, waiter)
+        self._take_lease(record, waiter, how)
         self._name(record, waiter)
         self._reply(waiter.ticket, self._granted(record, waiter, how))
-        self._log(
-            "lease-granted", session=waiter.session, set=record.id, lease=waiter.lease, how=how
-        )
 
-    def _take_lease(self, record: WeightSet, waiter: Waiter) -> None:
+    def _take_lease(self, record: WeightSet, waiter: Waiter, how: str) -> None:
         self._move(record, Trigger.ASK)
         record.leases.add((waiter.session, waiter.lease))
         record.used = next(self._clock)
@@ -267,6 +264,8 @@ class Asking(Ledger):
             self._kept_leases.append(KeepLease(kept))
         self.sessions[waiter.session].leases[waiter.lease] = record.id
         self.counters["leases_granted"] += 1
+        session, lease = waiter.session, waiter.lease
+        self._log("lease-granted", session=session, set=record.id, lease=lease, how=how)
 
     def _name(self, record: WeightSet, waiter: Waiter) -> None:
         """A request that says which content it means makes it the newest of its name; one that

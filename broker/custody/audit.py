@@ -120,15 +120,21 @@ def _lines(books: Books) -> list[str]:
 
 def snapshot(books: Books) -> dict[str, Any]:
     """Devices, sets and counters as plain data for `status`."""
-    newest = {(members[-1], str(line[0])) for line, members in books.lines().items()}
+    newest = newest_of_lines(books)
     return {
         "devices": {device: usage(books, device) for device in books.budgets},
-        "sets": [_set(record, newest) for record in books.sets.values()],
+        "sets": [set_entry(record, newest) for record in books.sets.values()],
         "counters": dict(sorted(books.counters.items())),
     }
 
 
-def _set(record: WeightSet, newest: set[tuple[int, str]]) -> dict[str, Any]:
+def newest_of_lines(books: Books) -> set[tuple[int, str]]:
+    """(set, name) of the newest generation of each line."""
+    return {(members[-1], str(line[0])) for line, members in books.lines().items()}
+
+
+def set_entry(record: WeightSet, newest: set[tuple[int, str]]) -> dict[str, Any]:
+    """One set as `status` shows it. `newest`: from `newest_of_lines`."""
     progress = record.progress
     return {
         "id": record.id,
@@ -144,6 +150,9 @@ def _set(record: WeightSet, newest: set[tuple[int, str]]) -> dict[str, Any]:
         "waiting": len(record.waiters),
         "writer": record.writer,
         "pinned": record.pinned,
+        "superseded": record.superseded,
         "newest": [name for name in record.names if (record.id, name) in newest],
-        "progress": None if progress is None else [progress.stage, progress.done, progress.total],
+        "progress": None
+        if progress is None
+        else {"stage": progress.stage, "done": progress.done, "total": progress.total},
     }

@@ -114,6 +114,8 @@ class KeptSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: Source | None
     identities: list[SourceIdentity]
     lines: dict[str, tuple[str, int]]
+    sealed: float = 0.0
+    """When, in seconds since 1970: the server adds it, the books have no clock. 0: not known."""
 
 
 class KeptLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -417,7 +417,7 @@ class Writing(Claiming):
         if written.keep:
             demand = wire.Demand(device=sealed.key.device, name=name or None)
             waiter = Waiter(pending, writer, written.claim, demand)
-            self._take_lease(sealed, waiter)
+            self._take_lease(sealed, waiter, "published")
             granted = self._granted(sealed, waiter, "published")
         label = generation_of(sealed, name)
         is_twin = sealed is not written

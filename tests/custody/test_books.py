@@ -336,7 +336,7 @@ def test_the_books_as_plain_data() -> None:
         "reserving",
         loader.session,
         1,
-        ["copying", 40, 100],
+        {"stage": "copying", "done": 40, "total": 100},
     )
     assert list(plain["counters"]) == sorted(plain["counters"])
     assert wire.encode(wire.StatusReport({}, plain["devices"], plain["sets"], [], {}))
