@@ -83,8 +83,8 @@ class Times:
         elif event == "claim-inherited":
             self._begin(detail["by"])
         elif event == "set-sealed":
-            times = self._entry(detail["set"])
-            times.sealed, times.pace = self.wall(), None
+            self.sealed(detail["set"])  # its record for the keeper came before, and says the same
+            self._entry(detail["set"]).pace = None
         elif event == "lease-granted":
             self._entry(detail["set"]).used = self.wall()
             self.leases[detail["session"], detail["lease"]] = self.wall()
