@@ -10,8 +10,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from broker.credentials import trusted_group
 from broker.errors import BadRequest, NotFound
-from broker.journal.file import older
+from broker.journal.file import journal_path, older
+from broker.rundir import (
+    DEFAULT_NAME,
+    BrokerPaths,
+    candidate_directories,
+    is_private_directory,
+)
 
 MOST_BYTES = 256 << 20
 """Of a file, from its end: more is no journal of ours, whose bound is `--journal-limit`."""
@@ -32,23 +39,43 @@ class Entry:
     facts: dict[str, Any]
 
 
+def find_journal(name: str = DEFAULT_NAME, directory: Path | None = None) -> Path:
+    """The journal of the broker of this name, whether it runs or not.
+
+    Args:
+        directory: the only one to look in; None: every candidate (broker.rundir).
+
+    Raises:
+        NotFound: there is none; the sentence lists every path tried.
+        BadRequest: a directory is not private, or the name is not one.
+    """
+    candidates = candidate_directories() if directory is None else [directory]
+    paths = [journal_path(BrokerPaths(candidate, name)) for candidate in candidates]
+    group = trusted_group()
+    for path in paths:
+        if is_private_directory(path.parent, group=group) and os.path.lexists(path):
+            return path
+    raise NotFound(
+        f"there is no journal of a broker named {name!r}: tried {', '.join(map(str, paths))}; no "
+        "broker of this name has run there, or it was told to keep none (serve --journal-limit 0)",
+        tried=[str(path) for path in paths],
+    )
+
+
 def read_journal(path: Path) -> list[Entry]:
     """Every event that is still there. Lines that make no sense are left out.
 
     Blocks as the file system does.
 
     Raises:
-        NotFound: there is no journal.
         BadRequest: it cannot be read, or is a link.
+        NotFound: there is nothing in it.
     """
     lines = [line for each in (older(path), path) for line in _lines(each)]
-    if not lines and not path.exists():
-        raise NotFound(
-            f"there is no journal {path}: no broker of this name has run here, or it was told to "
-            "keep none (serve --journal-limit 0)",
-            path=str(path),
-        )
-    return [entry for line in lines if (entry := _entry(line)) is not None]
+    entries = [entry for line in lines if (entry := _entry(line)) is not None]
+    if not entries:
+        raise NotFound(f"the journal {path} has no event in it", path=str(path))
+    return entries
 
 
 def _lines(path: Path) -> Iterator[bytes]:
