@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.campaign.engines import Engine, Outcome, nursery
-from tests.campaign.injected import ANY_CONNECTION, FAULTS, Fault
+from tests.campaign.injected import ANY_CONNECTION, FAULTS, Fault, new_broker
 from tests.campaign.world import LINES, SIZES, SLOTS, Lost, World
 
 ROUNDS = 2000
@@ -89,9 +89,9 @@ class Campaign:
         ]
         tags.append(dict(world.tags))
         self._judge(frozenset().union(*(fault.excuses for fault in done)), tags)
-        for fault in done:
-            if fault.settle is not None:
-                fault.settle(world)
+        settles = {fault.settle for fault in done if fault.settle is not None}
+        for settle in sorted(settles, key=lambda settle: settle is not new_broker):
+            settle(world)  # a new broker first: what others had taken away needs one to come back
         world.fill_up()
         world.check()
         self._tally.rounds += 1
@@ -199,7 +199,7 @@ def run_world(
             world.empty()
             tally.counted.update(world.status()["counters"])
             world.close()
-        except (Lost, AssertionError, OSError) as error:
+        except (Lost, AssertionError, OSError, EOFError) as error:
             log = world.log.read_text().splitlines()[-40:]
             campaign.told += world.states()
             campaign.told += [f"{pid}: {state}" for pid, state in world.channels().items()]
@@ -216,15 +216,17 @@ def _worlds(
     job: int, jobs: int, seed: int, rounds: int, results: Any, show: bool, only: int | None
 ) -> None:
     context = nursery()
-    for world, start in enumerate(range(0, rounds, ROUNDS_OF_A_WORLD)):
-        if world % jobs != job or only not in (None, world):
-            continue
-        try:
-            some = min(ROUNDS_OF_A_WORLD, rounds - start)
-            results.put(run_world(context, f"{seed}-{world}", some, show=show))
-        except Lost as error:
-            results.put(str(error))
-    results.put(None)
+    try:
+        for world, start in enumerate(range(0, rounds, ROUNDS_OF_A_WORLD)):
+            if world % jobs != job or only not in (None, world):
+                continue
+            try:
+                some = min(ROUNDS_OF_A_WORLD, rounds - start)
+                results.put(run_world(context, f"{seed}-{world}", some, show=show))
+            except Lost as error:
+                results.put(str(error))
+    finally:
+        results.put(None)
 
 
 def run(
@@ -253,6 +255,8 @@ def run(
             print(result, file=sys.stderr, flush=True)
     for worker in workers:
         worker.join()
+        if worker.exitcode:
+            lost.append(f"{worker.name} ended with {worker.exitcode}: the rest of its worlds")
     return tally, lost
 
 
