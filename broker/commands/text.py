@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 
@@ -32,3 +33,19 @@ def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in (header, *rows)
     ]
+
+
+_UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+def duration(seconds: float | None, *, brief: bool = False) -> str:
+    """Seconds as people read them, to two digits or so, `brief` to one unit; "-" if unknown."""
+    if seconds is None:
+        return "-"
+    whole = max(0, round(seconds))
+    for (size, unit), (smaller, subunit) in itertools.pairwise(_UNITS):
+        if whole >= size:
+            rest = whole % size // smaller
+            more = f" {rest} {subunit}" if rest and whole < 10 * size and not brief else ""
+            return f"{whole // size} {unit}{more}"
+    return f"{whole} s"
