@@ -10,6 +10,7 @@ from broker.errors import BadRequest
 from broker.journal.file import LEAST_BYTES
 from broker.limits import Limits
 from broker.logs import LOG_FORMATS
+from broker.metrics.address import parse_address
 from broker.rundir import DEFAULT_NAME
 
 RESERVE_FRACTION = 1 / 16
@@ -36,6 +37,7 @@ class BrokerConfig:
         limits: what peers may use (limits.py).
         group: number of the group whose members may use this broker too; None: only our own user.
         log_format: one of `LOG_FORMATS` (logs.py).
+        metrics: IP address and port where Prometheus may fetch metrics (metrics/); None: nowhere.
         journal_limit: bytes that the journal's files may have together (journal/); 0: no journal.
     """
 
@@ -49,6 +51,7 @@ class BrokerConfig:
     limits: Limits = field(default_factory=Limits)
     group: int | None = None
     log_format: str = LOG_FORMATS[0]
+    metrics: str | None = None
     journal_limit: int = 4 << 20
 
     def __post_init__(self) -> None:
@@ -60,6 +63,8 @@ class BrokerConfig:
             )
         if self.loader_threads < 1:
             raise BadRequest("--loader-threads must be at least 1", setting="loader-threads")
+        if self.metrics is not None:
+            parse_address(self.metrics)
         memory_limit_bytes(self.memory_limit, free_bytes=0, total_bytes=1)
 
 

@@ -96,6 +96,7 @@ class Configuration:
             limits=Limits(**{name: found.value for name, found in self.limits.items()}),
             group=None if group is None else group_id(group),
             log_format=values["log-format"],
+            metrics=values["metrics"],
             journal_limit=journal_bytes(values["journal-limit"]),
         )
 

@@ -48,6 +48,8 @@ class Inheritance:
     leases: list[KeptLease] = field(default_factory=list)
     canaries: dict[str, Canary] = field(default_factory=dict)
     """By the device's UUID; what the keeper's platform check has left."""
+    listeners: dict[str, int] = field(default_factory=dict)
+    """Listening sockets beside the two that every server gets, by what they are for."""
     facts: dict[str, bytes] = field(default_factory=dict)
     """Records without a descriptor, by key: the epoch, the budgets."""
 
@@ -202,6 +204,8 @@ def _sort(item: Item, inherited: Inheritance) -> None:
     elif item.kind == "canary":  # from broker.service
         nbytes, seed = record.decode().split()
         inherited.canaries[item.key] = Canary(item.descriptors[0], int(nbytes), seed)
+    elif item.kind == "listener":  # from broker.service
+        inherited.listeners[item.key] = item.descriptors[0]
     elif item.kind == "lease":
         inherited.leases.append(msgspec.msgpack.decode(record, type=KeptLease))
     else:

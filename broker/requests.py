@@ -15,7 +15,8 @@ import msgspec
 from broker import wire
 from broker.conversation import Conversation
 from broker.errors import BrokerError, Busy
-from broker.limits import DEFAULTS, Limits
+from broker.limits import Limits
+from broker.metrics.measures import Measures
 
 WAITING = frozenset({"acquire", "claim", "load"})
 """Operations that may wait for somebody else, for as long as that takes."""
@@ -58,7 +59,7 @@ class Tickets:
     have arrived, and sends them again: such a request is done once, and answered as often as asked.
     """
 
-    def __init__(self, conversation: Conversation, limits: Limits = DEFAULTS) -> None:
+    def __init__(self, conversation: Conversation, limits: Limits, measures: Measures) -> None:
         self._conversation = conversation
         self._limits = limits
         self._open: dict[int, Ticket] = {}
@@ -68,6 +69,7 @@ class Tickets:
         self._total = _Use()
         self._numbers = itertools.count(1)
         self._asked: Counter[int] = Counter()
+        self._measures = measures
 
     def __len__(self) -> int:
         return len(self._open)
@@ -152,6 +154,17 @@ class Tickets:
                 waits.setdefault(ticket.session, now - ticket.opened)
         return waits
 
+    def waiting(self) -> dict[str, tuple[int, float]]:
+        """By operation that may wait for weights: how many requests do, and the longest wait in
+        seconds."""
+        now = time.monotonic()
+        waiting = dict.fromkeys(sorted(WAITING), (0, 0.0))
+        for ticket in self._open.values():  # oldest first
+            if ticket.operation in WAITING:
+                count, longest = waiting[ticket.operation]
+                waiting[ticket.operation] = (count + 1, max(longest, now - ticket.opened))
+        return waiting
+
     def get(self, number: int) -> Ticket | None:
         return self._open.get(number)
 
@@ -160,6 +173,8 @@ class Tickets:
         ticket = self._close(number)
         if ticket is None:
             return
+        status = body.status if isinstance(body, BrokerError) else None
+        self._measures.answered(ticket.operation, status, ticket.opened)
         if ticket.on_reply is not None:
             ticket.on_reply(body)
             return

@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -51,6 +51,8 @@ from broker.keeping import Inheritance, KeeperLink, KeptSession
 from broker.loading import Loading
 from broker.logs import log_event
 from broker.loop import READ, WRITE, Helpers, Loop
+from broker.metrics.address import LISTENER
+from broker.metrics.measures import Measures
 from broker.preloading import Preload, preload
 from broker.reception import Reception
 from broker.requests import Tickets
@@ -61,6 +63,9 @@ from broker.stop_signals import on_stop_signal
 from broker.store import Store
 from broker.times import Times
 from broker.troubles import Troubles
+
+if TYPE_CHECKING:
+    from broker.metrics.endpoint import Endpoint
 
 RECEIVE_BATCH = 64
 """Requests handled in one turn before sessions and timers get their turn."""
@@ -111,6 +116,7 @@ class Server:
         self.peers: dict[int, SessionPeer] = {}
         self.preloads: list[Preload] = []
         self.times = Times(self.books.sets)
+        self.measures = Measures()
         self.loading = Loading(self)
         self.is_stopping = False
         self.is_replaced = False
@@ -121,10 +127,11 @@ class Server:
         self.conversation = Conversation(
             self.loop, router, paths.zmq, self.access, config.limits, self._conversation_lost
         )
-        self.tickets = Tickets(self.conversation, config.limits)
+        self.tickets = Tickets(self.conversation, config.limits, self.measures)
         self.dispatcher = Dispatcher(self)
         self._take_over(inherited)
         self._reception = Reception(self, sessions)
+        self._metrics = self._serve_metrics(inherited.listeners.get(LISTENER))
         self.loop.add(self.conversation.fileno(), READ, lambda _events: None)
         self.loop.add(self.keeper.fileno(), READ, self._on_keeper)
         self.keeper.on_behind(lambda: self.loop.modify(self.keeper.fileno(), READ | WRITE))
@@ -172,6 +179,20 @@ class Server:
                 sets=len(inherited.sets),
                 leases=len(inherited.leases),
             )
+
+    def _serve_metrics(self, listener: int | None) -> Endpoint | None:
+        """Imports what that needs only where it is asked for. Without it the rest is served."""
+        if listener is None:
+            return None
+        given = socket.socket(fileno=listener)
+        try:
+            from broker.metrics.endpoint import Endpoint
+            from broker.metrics.snapshot import take_snapshot
+        except ImportError as error:  # found missing by the keeper, unless it went since
+            log_event("metrics-failed", level=logging.ERROR, cause=error)
+            given.close()
+            return None
+        return Endpoint(self.loop, given, partial(take_snapshot, self))
 
     def _on_keeper(self, events: int) -> None:
         if events & WRITE:
@@ -263,6 +284,8 @@ class Server:
         self.helpers.close()
         self.loop.run_pending()
         self.loading.close()
+        if self._metrics is not None:
+            self._metrics.close()
         self._sessions.close()
         # The last replies first: after a session's end-of-file nobody reads them any more.
         self.conversation.close()
@@ -434,6 +457,7 @@ class Server:
                 whose = self._whose(detail.get("session"))
                 log_event(event, level=level, **{**detail, **whose})
                 self.times.note(event, detail)
+                self.measures.note(event, detail)
             case Notify(session, event):
                 self.dispatcher.notify(session, event)
             case StartLoader() | StartShipped():

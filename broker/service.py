@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from broker.config import BrokerConfig
 from broker.journal.recording import keeper_journal
 from broker.keeper import Keeper, server_command
 from broker.limits import LIMITS, Limits, raise_descriptor_limit
+from broker.metrics.address import LISTENER, listen
 from broker.platform import check_ipc_platform_support
 from broker.rundir import (
     DIRECTORY_VARIABLE,
@@ -32,7 +33,8 @@ class Broker:
     Raises:
         UnsupportedPlatformForIPCError: no device here can share memory between processes.
         Busy: a broker of this name is running; the sentence names its pid.
-        BadRequest: the directory is not safe, the name or a path is not usable.
+        Busy: so is a listener at the port for metrics.
+        BadRequest: the directory is not safe, the name, a path or an address is not usable.
         NotFound, LoadFailed: a checkpoint to preload is not there.
     """
 
@@ -44,7 +46,12 @@ class Broker:
         self._journal_limit = config.journal_limit
         options = {**asdict(config), "directory": str(paths.directory)}
         command = server_command([json.dumps(options)])
-        self._keeper = Keeper(paths, command, config.limits.restart_seconds)
+        with ExitStack() as unused:
+            metrics = unused.enter_context(listen(config.metrics)) if config.metrics else None
+            self._keeper = Keeper(paths, command, config.limits.restart_seconds)
+            unused.pop_all()
+        if metrics is not None:
+            self._keeper.keep("listener", LISTENER, b"", metrics.detach())
         for uuid, canary in report.canaries.items():
             record = f"{canary.nbytes} {canary.seed}".encode()
             self._keeper.keep("canary", uuid, record, os.dup(canary.descriptor))

@@ -187,6 +187,13 @@ SETTINGS: tuple[Setting, ...] = (
         choices=LOG_FORMATS,
     ),
     Setting(
+        "metrics",
+        Kind.TEXT,
+        "IP address and port where Prometheus may fetch metrics, e.g. 127.0.0.1:9464; default: "
+        "nowhere",
+        metavar="ADDRESS:PORT",
+    ),
+    Setting(
         "journal-limit",
         Kind.TEXT,
         "bytes that the journal of events beside the sockets may take; 0: keep none",

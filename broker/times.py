@@ -50,11 +50,13 @@ class Pace:
 
 @dataclass
 class SetTimes:
-    """Of one set: claimed, sealed, last leased or given back; and its writer's pace."""
+    """Of one set: claimed, sealed, last leased or given back, superseded or evicted; and its
+    writer's pace."""
 
     begun: float | None = None
     sealed: float | None = None
     used: float | None = None
+    unwanted: float | None = None
     pace: Pace | None = None
 
 
@@ -85,6 +87,8 @@ class Times:
         elif event == "set-sealed":
             self.sealed(detail["set"])  # its record for the keeper came before, and says the same
             self._entry(detail["set"]).pace = None
+        elif event in ("set-superseded", "set-evicted"):
+            self._entry(detail["set"]).unwanted = self.wall()
         elif event == "lease-granted":
             self._entry(detail["set"]).used = self.wall()
             self.leases[detail["session"], detail["lease"]] = self.wall()

@@ -109,14 +109,14 @@ def test_everything_at_once(file: Path) -> None:
     file.write_text(
         'name = "n"\ndir = "/d"\ndevice = "simulated"\nmemory-limit = "8g"\npreload = ["/m"]\n'
         'allow-loaders = true\ngroup = "12"\nloader-threads = 3\nlog-format = "json"\n'
-        'journal-limit = "1m"\nlimit.sessions = 9\n'
+        'journal-limit = "1m"\nmetrics = "[::1]:9"\nlimit.sessions = 9\n'
     )
     config = configure({}, {}, str(file)).broker_config()
     assert (config.name, config.directory, config.device) == ("n", Path("/d"), "simulated")
     assert (config.memory_limit, config.preload, config.group) == ("8g", ("/m",), 12)
     assert (config.allow_loaders, config.loader_threads) == (True, 3)
     assert (config.log_format, config.journal_limit) == ("json", 1 << 20)
-    assert config.limits.sessions == 9
+    assert (config.metrics, config.limits.sessions) == ("[::1]:9", 9)
 
 
 # --- what is refused ----------------------------------------------------------------------------
@@ -139,6 +139,9 @@ def test_everything_at_once(file: Path) -> None:
         ('log-format = "xml"', "log-format must be text or json, not 'xml'"),
         ("name = 7", "name must be a text, not 7"),
         ('memory-limit = "150%"', "that is more memory than a device has"),
+        ('metrics = "9464"', "give an IP address of this machine and a port"),
+        ('metrics = "node:9464"', "give an IP address of this machine and a port"),
+        ('metrics = "127.0.0.1:99999"', "give an IP address of this machine and a port"),
         ('journal-limit = "1k"', "a journal needs 65536 bytes"),
         ('journal-limit = "-1"', "a journal needs 65536 bytes"),
         ('journal-limit = "nan"', "that is no number of bytes"),

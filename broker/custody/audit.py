@@ -25,12 +25,13 @@ def usage(books: Books, device: str) -> dict[str, int]:
     result = {"reserved": 0, "leased": 0, "idle": 0}
     for record in books.sets.values():
         if record.key.device == device and record.state in WITH_MEMORY:
-            result[_purpose(record)] += record.nbytes
+            result[purpose(record)] += record.nbytes
     budget = books.budgets[device]
     return {**result, "free": budget.free, "limit": budget.limit}
 
 
-def _purpose(record: WeightSet) -> str:
+def purpose(record: WeightSet) -> str:
+    """What the bytes of a set are for: reserved, leased or idle."""
     if record.state not in RESIDENT:
         return "reserved"
     return "leased" if record.leases else "idle"

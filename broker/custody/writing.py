@@ -360,6 +360,8 @@ class Writing(Claiming):
             session=record.writer,
             path=None if record.source is None else record.source.path,
             name=record.key.name or None,
+            status=failure.error.status,
+            reason=failure.error.fields.get("reason"),
             cause=failure.error.sentence,
         )
         writer = self.sessions.get(record.writer or 0)
