@@ -16,7 +16,7 @@ import msgspec
 
 from broker import VERSION, wire
 from broker.custody.audit import newest_of_lines, set_entry, usage
-from broker.custody.records import WeightSet
+from broker.custody.records import SessionRecord, WeightSet
 from broker.custody.states import IN_PROGRESS
 
 if TYPE_CHECKING:
@@ -177,14 +177,14 @@ def _progress(
 # --- sessions -----------------------------------------------------------------------------------
 
 
-def _sessions(broker: Server) -> list[dict[str, Any]]:
-    waits = broker.tickets.waits()
-    entries = [_session(broker, session, waits.get(session)) for session in broker.peers]
-    return sorted(entries, key=_idleness)
+def _sessions(broker: Server) -> Iterable[dict[str, Any]]:
+    waits, records = broker.tickets.waits(), broker.books.sessions
+    for record in sorted((records[session] for session in broker.peers), key=_idleness):
+        yield _session(broker, record.id, waits.get(record.id))
 
 
-def _idleness(entry: dict[str, Any]) -> tuple[bool, bool, int]:
-    return not entry["waiting"], not entry["leases"], -entry["id"]
+def _idleness(record: SessionRecord) -> tuple[bool, bool, int]:
+    return not record.waiting, not record.leases, -record.id
 
 
 def _session(broker: Server, session: int, wait: float | None) -> dict[str, Any]:

@@ -146,6 +146,11 @@ class Observer(Operator):
             )
 
     @property
+    def session(self) -> int:
+        """This session's id, as `status` has it."""
+        return self._session.number
+
+    @property
     def served_devices(self) -> list[str]:
         """The UUIDs of the devices that the broker serves."""
         return list(self._session.devices)

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 NO_CONVERSATION = ("zmq", "torch", "numpy", "safetensors")
-NO_TORCH = ("torch", "numpy", "safetensors")
+NO_TORCH = ("torch", "numpy", "safetensors", "rich")
 LIGHT = {
     "broker.custody": NO_CONVERSATION,
     "broker.custody.audit": NO_CONVERSATION,
@@ -18,7 +18,8 @@ LIGHT = {
     "broker.weights": NO_CONVERSATION,
     "broker.server": NO_TORCH,
     "broker.keeper": NO_TORCH,
-    "broker.cli": NO_TORCH,
+    "broker.server_process": NO_TORCH,
+    "broker.cli": (*NO_TORCH, "zmq", "shtab"),
     "broker.loader.worker": ("torch", "numpy"),
     "engine_client.session": NO_TORCH,
 }

@@ -19,7 +19,9 @@ from broker.platform import platform_steps
 from engine_client import Checkpoint
 from tests.support.clock import SCALE, eventually
 from tests.support.processes import ROOT, Engine, LoaderFault, RunningBroker, wait_until_gone
+from tests.support.status_schema import check_status
 from tests.support.stored import small_checkpoint
+from tests.support.terminal import Terminal
 
 Capture = pytest.CaptureFixture[str]
 DEVICE = "SIM-0"
@@ -59,16 +61,18 @@ def test_status(
     start_engine: Callable[..., Engine],
     capsys: Capture,
 ) -> None:
-    """The table has device, set and engine, and says that the device is simulated."""
+    """Device, set and engine, both processes of the broker, and that the device is simulated."""
     engine = start_engine(shared_broker)
     engine.ask("acquire", path=str(checkpoint), name="assistant")
     code, out, err = run(capsys, "status", "--dir", str(shared_broker.directory))
     assert (code, err) == (0, "")
     for word in (
         "SIMULATED DEVICE",
-        f"pid {shared_broker.server_pid()}",
-        f"device {DEVICE}: leased 256.0 KiB",
+        f"keeper pid {shared_broker.pid}, server pid {shared_broker.server_pid()}",
+        f"device {DEVICE} simulated device",
+        "  leased 256.0 KiB",
         "assistant#1",
+        f"told engine (pid {engine.pid})",
         str(checkpoint),
         "told engine",
         str(engine.pid),
@@ -78,7 +82,7 @@ def test_status(
 
 
 def test_status_as_json(shared_broker: RunningBroker, checkpoint: Path, capsys: Capture) -> None:
-    """`--json` is one object with everything on the books; bytes add up to the limit."""
+    """`--json` is one object, as documented, with everything; bytes add up to the limit."""
     with (
         shared_broker.client(label="me") as client,
         client.acquire(Checkpoint(checkpoint)) as weights,
@@ -86,7 +90,7 @@ def test_status_as_json(shared_broker: RunningBroker, checkpoint: Path, capsys: 
         code, out, _err = run(capsys, "status", "--json", "--dir", str(shared_broker.directory))
         report = json.loads(out)
     assert code == 0
-    assert set(report) == {"broker", "devices", "sets", "sessions", "counters"}
+    check_status(report)
     (entry,) = (entry for entry in report["sets"] if entry["id"] == weights.set_id)
     assert (entry["state"], entry["nbytes"], entry["tensors"]) == ("sealed", weights.nbytes, 4)
     assert entry["key"]["checkpoint"] == weights.key.checkpoint
@@ -94,6 +98,35 @@ def test_status_as_json(shared_broker: RunningBroker, checkpoint: Path, capsys: 
     assert (me["pid"], me["uid"], me["leases"]) == (os.getpid(), os.getuid(), 1)
     use = report["devices"][DEVICE]
     assert use["limit"] == use["leased"] + use["idle"] + use["reserved"] + use["free"]
+
+
+def test_status_again_and_again(shared_broker: RunningBroker) -> None:
+    """`--watch` on a terminal refreshes in place until Ctrl-C, which is no failure."""
+    directory = str(shared_broker.directory)
+    with Terminal("status", "--watch", "0.1", "--dir", directory, width=80) as terminal:
+        for _ in range(3):
+            terminal.read_until("counters of the last")
+            terminal.read_until("\x1b[H")  # back to the upper left corner
+        assert terminal.interrupt() == 0
+    assert "Traceback" not in terminal.text
+
+
+def test_status_again_and_again_for_a_program(shared_broker: RunningBroker) -> None:
+    """`--watch --json` is one object a line."""
+    command = ("status", "--watch", "0.1", "--json", "--dir", str(shared_broker.directory))
+    with Terminal(*command, width=80) as terminal:
+        for _ in range(2):
+            check_status(json.loads(terminal.read_until("\n")))
+        assert terminal.interrupt() == 0
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "inf", "nan", "soon"])
+def test_watch_refuses(seconds: str, capsys: Capture) -> None:
+    """Only times that pass can be waited for."""
+    with pytest.raises(SystemExit) as caught:
+        main(["status", f"--watch={seconds}"])
+    assert caught.value.code == BadRequest.exit_code
+    assert "argument --watch: give 0.1 seconds or more" in capsys.readouterr().err
 
 
 def test_status_of_an_engine_with_a_wicked_label(

@@ -9,6 +9,7 @@ view.py    all of it on a console, by rich, which only this command imports
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -46,10 +47,11 @@ def add_to(commands: Commands) -> None:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not LEAST_SECONDS <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"give {LEAST_SECONDS:g} seconds or more")
-    return seconds
+    with contextlib.suppress(ValueError):
+        seconds = float(text)
+        if LEAST_SECONDS <= seconds < float("inf"):
+            return seconds
+    raise argparse.ArgumentTypeError(f"give {LEAST_SECONDS:g} seconds or more")
 
 
 def show_status(options: argparse.Namespace) -> int:
@@ -67,7 +69,7 @@ def _once(client: Observer, *, as_json: bool) -> None:
         return
     from broker.commands.status.view import make_console, show
 
-    show(make_console(), client.status())
+    show(make_console(), client.status(), client.session)
 
 
 def _watch(client: Observer, seconds: float, *, as_json: bool) -> None:
@@ -78,7 +80,7 @@ def _watch(client: Observer, seconds: float, *, as_json: bool) -> None:
             return
         from broker.commands.status.view import refreshing
 
-        with refreshing() as refresh:
+        with refreshing(client.session) as refresh:
             _repeat(client, seconds, refresh)
     except KeyboardInterrupt:
         return

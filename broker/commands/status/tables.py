@@ -127,8 +127,8 @@ def _progress_row(entry: dict[str, Any], people: dict[int, str]) -> list[str]:
     ]
 
 
-def session_table(report: dict[str, Any], own_pid: int = 0) -> Table:
-    """Who is connected, apart from `own_pid`, who asks."""
+def session_table(report: dict[str, Any], own: int | None = None) -> Table:
+    """Who is connected, apart from the session `own`, which asks."""
     held: dict[int, list[str]] = {}
     for entry in report["sets"]:
         for lease in entry["leases"]:
@@ -136,7 +136,7 @@ def session_table(report: dict[str, Any], own_pid: int = 0) -> Table:
     rows = [
         _session_row(entry, held.get(entry["id"], []), report["broker"]["now"])
         for entry in report["sessions"]
-        if entry["pid"] != own_pid or not own_pid
+        if entry["id"] != own
     ]
     return Table("sessions", SESSION_COLUMNS, rows)
 

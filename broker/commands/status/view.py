@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -33,33 +32,33 @@ def make_console() -> Console:
     return Console(width=width, highlight=False, markup=False, emoji=False)
 
 
-def show(console: Console, report: dict[str, Any]) -> None:
-    """Print a report once."""
+def show(console: Console, report: dict[str, Any], own: int | None = None) -> None:
+    """Print a report once. `own`: the session that asks, which is left away."""
     if console.is_terminal:
-        console.print(render(report, console))
+        console.print(render(report, console, own))
         return
     with console.capture() as captured:
-        console.print(render(report, console))
+        console.print(render(report, console, own))
     for line in captured.get().splitlines():
         console.file.write(line.rstrip() + "\n")
 
 
 @contextlib.contextmanager
-def refreshing() -> Iterator[Callable[[dict[str, Any]], None]]:
+def refreshing(own: int | None = None) -> Iterator[Callable[[dict[str, Any]], None]]:
     """What shows one report in the place of the last; one after the other where that cannot be."""
     console = make_console()
     if not console.is_terminal:
-        yield lambda report: show(console, report)
+        yield lambda report: show(console, report, own)
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        yield lambda report: live.update(render(report, console), refresh=True)
+        yield lambda report: live.update(render(report, console, own), refresh=True)
 
 
-def render(report: dict[str, Any], console: Console) -> RenderableType:
+def render(report: dict[str, Any], console: Console, own: int | None) -> RenderableType:
     """A report for a console of this width and encoding."""
     lines = [*_head(report), *_devices(report)]
     width = console.width
-    for table in (progress_table(report), set_table(report), session_table(report, os.getpid())):
+    for table in (progress_table(report), set_table(report), session_table(report, own)):
         lines += _table(table, width)
     if not report["sets"]:
         lines += [Text(""), Text("nothing is resident")]
