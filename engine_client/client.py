@@ -101,6 +101,11 @@ class EngineClient(Operator, Publisher):
         return self._session.epoch
 
     @property
+    def device_uuid(self) -> str:
+        """UUID of the device whose weights this client maps."""
+        return self._device.properties.uuid
+
+    @property
     def is_connected(self) -> bool:
         """False once the broker is lost or the client closed."""
         return self._session.is_usable

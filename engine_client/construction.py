@@ -36,6 +36,7 @@ _Register = Callable[[Module, str, "Parameter | None"], None]
 
 class _ThisThread(threading.local):
     depth = 0
+    same_objects = False
 
     def __init__(self) -> None:
         self.made: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
@@ -66,7 +67,7 @@ class _SkippingFills(TorchFunctionMode):
 
 
 @contextmanager
-def parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta(*, same_objects: bool = False) -> Iterator[None]:
     """Build modules whose parameters are on the meta device and whose buffers are real.
 
     Unlike `torch.device("meta")`, under which buffers that no checkpoint holds (rotary frequencies,
@@ -76,14 +77,22 @@ def parameters_on_meta() -> Iterator[None]:
 
     Concerns only modules built by the calling thread; other threads may build ordinary ones, or
     enter it themselves, at the same time. May be nested.
+
+    Args:
+        same_objects: for code that goes on with a Parameter after it has registered it (vLLM sets
+            attributes on it then): the very object goes to meta, also for whoever held it before;
+            one with views or weak references is replaced all the same. By default every module
+            gets a new one, and a parameter that already existed stays as it is for others.
     """
     _install()
     _here.depth += 1
+    outer, _here.same_objects = _here.same_objects, same_objects
     try:
         with _SkippingFills():
             yield
     finally:
         _here.depth -= 1
+        _here.same_objects = outer
         if not _here.depth:
             _here.made.clear()
         _uninstall()
@@ -122,5 +131,16 @@ def _on_meta(parameter: Parameter) -> Any:
     )
     made = torch.Tensor._make_subclass(type(parameter), data, parameter.requires_grad)  # noqa: SLF001
     made.__dict__.update(parameter.__dict__)
+    if _here.same_objects and _swap(parameter, made):
+        return parameter
     _here.made[id(parameter)] = (weakref.ref(parameter), made)
     return made
+
+
+def _swap(parameter: Parameter, made: Any) -> bool:
+    """Make the very object the one on meta. False if views of it or weak references forbid that."""
+    try:
+        torch.utils.swap_tensors(parameter, made)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return False
+    return True
