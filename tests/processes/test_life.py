@@ -58,6 +58,7 @@ def stop_in_time(broker: RunningBroker, number: signal.Signals) -> None:
     assert broker.stop(number) == 0
     assert time.monotonic() - began < STOP_SECONDS * SCALE
     assert {path.name for path in broker.directory.iterdir()} <= {
+        "default.journal",
         "default.lock",
         "broker.log",
         "loader-order",
