@@ -284,7 +284,9 @@ class SessionPeer:
         with contextlib.ExitStack() as unused:
             for descriptor in descriptors:
                 unused.callback(os.close, descriptor)
-            if truncated:
+            if truncated and (
+                len(packet) >= wire.MAX_SESSION_PACKET_BYTES or len(descriptors) >= MAX_DESCRIPTORS
+            ):
                 raise BadRequest(
                     f"a packet has {wire.MAX_SESSION_PACKET_BYTES} bytes and {MAX_DESCRIPTORS} "
                     "descriptors at most"
@@ -297,13 +299,13 @@ class SessionPeer:
                 self.has_left = True
                 return
             key = (message.request, message.what)
-            if len(descriptors) != 1:
+            if len(descriptors) != 1 and not truncated:
                 raise BadRequest("deliver carries one descriptor")
             if key in self._delivered:
                 os.close(self._delivered.pop(key))  # sent again: the latest counts
             self._refused.pop(key, None)
             try:
-                self._check_room(descriptors[0])
+                self._check_room(None if truncated else descriptors[0])
             except Busy as error:
                 self._refused[key] = error  # the answer of the request that follows
                 if len(self._refused) > self._limits.descriptors:
@@ -312,8 +314,8 @@ class SessionPeer:
             unused.pop_all()
             self._delivered[key] = descriptors[0]
 
-    def _check_room(self, descriptor: int) -> None:
-        """Raise `Busy` if this one is too many."""
+    def _check_room(self, descriptor: int | None) -> None:
+        """Raise `Busy` if this one is too many; None: so many that the kernel kept it back."""
         if len(self._delivered) >= self._limits.descriptors:
             raise Busy(
                 f"{len(self._delivered)} descriptors wait for their requests already "
@@ -322,7 +324,7 @@ class SessionPeer:
                 value=len(self._delivered),
             )
         most = descriptor_limit()
-        if descriptor >= most - SPARE_DESCRIPTORS:
+        if descriptor is None or descriptor >= most - SPARE_DESCRIPTORS:
             raise Busy(
                 f"the broker has no room for another descriptor: it may have {most} open",
                 limit="RLIMIT_NOFILE",

@@ -167,6 +167,20 @@ def test_descriptors_of_the_process(start_broker: StartBroker) -> None:
     assert broker.counter("server_restarts") == 0
 
 
+def test_no_descriptor_for_a_checkpoint(start_broker: StartBroker, tmp_path: Path) -> None:
+    """A checkpoint whose folder's descriptor the kernel keeps back is `busy`, then served."""
+    checkpoint = Checkpoint(small_checkpoint(tmp_path / "c"))
+    broker = start_broker()
+    server = broker.server_pid()
+    with broker.client() as client:
+        _soft, hard = resource.prlimit(server, resource.RLIMIT_NOFILE)
+        resource.prlimit(server, resource.RLIMIT_NOFILE, (3, hard))
+        with pytest.raises(Busy, match="no room for another descriptor: it may have 3 open"):
+            client.acquire(checkpoint)
+        resource.prlimit(server, resource.RLIMIT_NOFILE, (hard, hard))
+        client.acquire(checkpoint).release()
+
+
 def connect_until_refused(broker: RunningBroker, opened: contextlib.ExitStack) -> BrokerError:
     for _ in range(200):
         try:
