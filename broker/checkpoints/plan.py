@@ -73,6 +73,11 @@ class CheckpointPlan:
         return ([] if self.index is None else [self.index]) + self.shards
 
     @property
+    def tensors(self) -> list[StoredTensor]:
+        """All of them: those with a slot of their own first, as they lie in the files."""
+        return [*self.layout.tensors, *self.empty, *(tensor for tensor, _ in self.shared)]
+
+    @property
     def total_bytes(self) -> int:
         """Bytes that will be read."""
         return sum(in_file(tensor, tensor.nbytes) for tensor in self.layout.tensors)

@@ -22,8 +22,8 @@ from broker.errors import LoadFailed
 from broker.weights import WeightKey
 from broker.wire import FileStamp
 from engine_client.client import EngineClient
-from engine_client.integrations.transformers_classes import Chosen
-from engine_client.integrations.transformers_skeleton import Skeleton
+from engine_client.integrations.transformers.classes import Chosen
+from engine_client.integrations.transformers.skeleton import Skeleton
 from engine_client.weight_set import WeightSet
 
 

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_map
 
 from broker.checkpoints.header import StoredTensor
-from engine_client.integrations.transformers_classes import Chosen
+from engine_client.integrations.transformers.classes import Chosen
 from engine_client.matching import walk
 
 _aten = torch.ops.aten

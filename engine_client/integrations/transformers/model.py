@@ -1,18 +1,4 @@
-"""Models of the Hugging Face transformers library on the broker's weights.
-
-    from engine_client import EngineClient
-    from engine_client.integrations.transformers import from_pretrained
-
-    client = EngineClient(device="cuda:0")
-    model = from_pretrained("/models/m", client=client)
-
-The model is the one that the library's own `from_pretrained` gives, and moved to the device: same
-class, names, ties, dtype, buffers, generation configuration, evaluation mode. What differs: its
-parameters are read-only views of the node's one copy and require no gradient, and a checkpoint that
-lacks weights is an error.
-
-Imports the library when it is first used.
-"""
+"""`from_pretrained`: the steps from a checkpoint's folder to a model on shared weights."""
 
 from __future__ import annotations
 
@@ -26,17 +12,16 @@ import torch
 from torch.nn import Module
 
 from broker.checkpoints.files import open_checkpoint
-from broker.checkpoints.header import StoredTensor
 from broker.checkpoints.model_config import read_config
 from broker.checkpoints.plan import CheckpointPlan, plan_checkpoint
 from broker.errors import BindError, UsageError
 from broker.quantization import check_ipc_quant_support, quantization_config_in
 from engine_client.checkpoint import Checkpoint
 from engine_client.client import EngineClient
-from engine_client.integrations.transformers_classes import choose_class
-from engine_client.integrations.transformers_computed import share_computed
-from engine_client.integrations.transformers_options import checked
-from engine_client.integrations.transformers_skeleton import Skeleton, build_skeleton
+from engine_client.integrations.transformers.classes import choose_class
+from engine_client.integrations.transformers.computed import share_computed
+from engine_client.integrations.transformers.options import checked
+from engine_client.integrations.transformers.skeleton import Skeleton, build_skeleton
 from engine_client.weight_set import WeightSet
 
 _NAMES_SHOWN = 20
@@ -86,13 +71,13 @@ def from_pretrained(
         check_ipc_quant_support(quantization_config_in(config_file or {}), where="engine")
         plan = plan_checkpoint(opened.folder, opened.only, opened.path)
     chosen = choose_class(path, model_class, options)
-    skeleton = build_skeleton(chosen, _stored(plan))
+    skeleton = build_skeleton(chosen, plan.tensors)
     _require_complete(skeleton, plan.path)
-    names = skeleton.names
     if skeleton.computed:
         names = {place: place for place in skeleton.places}
         weights = share_computed(client, chosen, skeleton, path, name=name, timeout=timeout)
     else:
+        names = skeleton.names
         weights = client.acquire(_as_wanted(skeleton, plan, path, name), timeout=timeout)
     try:
         if not skeleton.computed:
@@ -108,7 +93,9 @@ def from_pretrained(
 
 
 def weights_of(model: Module) -> WeightSet:
-    """The shared weights of a model that `from_pretrained` gave: to swap, detach or sleep.
+    """The shared weights that `from_pretrained` gave a model: to swap, detach or sleep.
+
+    After a swap it is what the swap has returned that counts.
 
     Raises:
         UsageError: it comes from elsewhere.
@@ -128,10 +115,6 @@ def _refuse_adapter(folder: Path) -> None:
             f"from_pretrained: {folder} holds an adapter; load its base model from here and then "
             "the adapter beside it, with model.load_adapter"
         )
-
-
-def _stored(plan: CheckpointPlan) -> list[StoredTensor]:
-    return [*plan.layout.tensors, *plan.empty, *(tensor for tensor, _ in plan.shared)]
 
 
 def _require_complete(skeleton: Skeleton, path: str) -> None:
@@ -174,7 +157,7 @@ def _as_wanted(
     skeleton: Skeleton, plan: CheckpointPlan, path: str | os.PathLike[str], name: str | None
 ) -> Checkpoint:
     """The weights in the dtypes that the library gives them: as stored, or converted."""
-    stored = {tensor.name: tensor.dtype for tensor in _stored(plan)}
+    stored = {tensor.name: tensor.dtype for tensor in plan.tensors}
     wanted = {
         tensor: str(dtype).removeprefix("torch.")
         for tensor, dtype in skeleton.dtypes.items()
