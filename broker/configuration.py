@@ -9,7 +9,6 @@ A name that means nothing is an error with the nearest ones, in the file and amo
 
 from __future__ import annotations
 
-import difflib
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -23,6 +22,7 @@ from broker.errors import BadRequest, NotFound
 from broker.limits import Limits, parse_limits
 from broker.rundir import candidate_directories
 from broker.settings import BY_NAME, SETTINGS, VARIABLE_PREFIX, Setting
+from broker.suggest import did_you_mean
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -215,5 +215,4 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=2)
-    return f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(sorted(known))}"
+    return did_you_mean(name, known) or f"known are {', '.join(sorted(known))}"

@@ -144,8 +144,10 @@ class Busy(BrokerError):
 
 
 class OverBudget(BrokerError):
-    """Fields: `requested`, `free`, `limit` in bytes, `device`, and `held`: sets that cannot make
-    room, each with `set`, `nbytes` and `why`."""
+    """Fields, bytes as numbers: `requested`, `limit` (what the broker may hold; not where an
+    engine's own mapping failed), `free` (of the limit, or of a device that has less; None: its
+    driver does not say), `device`, and where the limit was met `held`: sets that cannot make room,
+    each with `set`, `nbytes` and `why`."""
 
     status = "over-budget"
     exit_code = 8

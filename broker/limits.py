@@ -8,7 +8,6 @@ with room to spare: an engine that works as it should meets none of them. Each i
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import resource
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 
 from broker import wire
 from broker.errors import BadRequest
+from broker.suggest import did_you_mean
 
 _UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
@@ -160,8 +160,7 @@ def parse_limits(options: Iterable[str]) -> Limits:
 
 
 def _unknown(name: str) -> BadRequest:
-    near = difflib.get_close_matches(name, LIMITS, n=3)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(LIMITS)}"
+    hint = did_you_mean(name, LIMITS, 3) or f"there are {', '.join(LIMITS)}"
     return BadRequest(f"--limit {name}: there is no such limit; {hint}", limit=name)
 
 

@@ -27,6 +27,9 @@ _HIDING: dict[Vendor, tuple[str, ...]] = {
 """Variables that hide GPUs from a process, by the driver that reads them."""
 ALL_HIDING = tuple(sorted({name for names in _HIDING.values() for name in names}))
 
+OTHER_PLATFORMS = ("cpu", "xpu", "mps", "hpu", "mtia", "npu", "tpu", "xla", "meta")
+"""What torch and its extensions call devices that cannot share memory between processes."""
+
 
 class Check(SharingSteps):
     """The steps for one side. Each generator is only run up to its first failed step."""
@@ -90,10 +93,13 @@ class Check(SharingSteps):
     def _device_name(self, device: str) -> Step:
         if means_gpus(device):
             return Step("device asked for", ok=True, sentence=f"{device} means a GPU")
-        platform = device.partition(":")[0][:32]
-        return self.refused(
-            "device asked for", platform, "device-name", f"the device {device[:64]!r} was asked for"
-        )
+        kind = device.partition(":")[0][:32]
+        found = f"the device {device[:64]!r} was asked for"
+        if kind not in OTHER_PLATFORMS:
+            found += ", which is the name of none"
+        fix = 'say "cuda" for a GPU, also AMD\'s, "cuda:1" or a UUID for one of several'
+        platform = kind if kind in (*OTHER_PLATFORMS, "cuda") else "unknown"
+        return self.refused("device asked for", platform, "device-name", found, fix)
 
     def _not_wsl(self) -> Step:
         release = self.probe.read("/proc/sys/kernel/osrelease").strip()

@@ -276,18 +276,28 @@ def find_brokers(
         else:
             found.append(paths)
     if not found:
-        raise broker_not_found(name, tried)
+        raise broker_not_found(name, tried, directory)
     return found
 
 
-def broker_not_found(name: str, tried: Iterable[tuple[Path, str]]) -> BrokerNotFound:
-    """The error for a client that found no broker: each socket path tried, and what was there."""
+def broker_not_found(
+    name: str, tried: Iterable[tuple[Path, str]], directory: Path | None = None
+) -> BrokerNotFound:
+    """The error for a client that found no broker: each socket path tried, and what was there.
+
+    Args:
+        directory: the only one that was looked in, because the caller named it.
+    """
     attempts = list(tried)
     places = ", ".join(f"{path} ({why})" for path, why in attempts)
     option = "" if name == DEFAULT_NAME else f" --name {name}"
+    instead = f"set {DIRECTORY_VARIABLE} to its directory"
+    if directory is not None:
+        option += f" --dir {directory}"
+        instead = "name the directory in which it was started"
     return BrokerNotFound(
         f"no broker named {name!r} is running: tried {places}; start it with `weight-broker "
-        f"serve{option}`, or set {DIRECTORY_VARIABLE} to its directory",
+        f"serve{option}`, or {instead}",
         name=name,
         tried=[str(path) for path, _ in attempts],
     )

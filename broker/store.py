@@ -10,7 +10,13 @@ import os
 import threading
 import time
 
-from broker.devices.base import Device, DeviceError, DeviceOutOfMemory, StillMappedWritable
+from broker.devices.base import (
+    Device,
+    DeviceError,
+    DeviceOutOfMemory,
+    StillMappedWritable,
+    free_if_known,
+)
 from broker.errors import BadRequest, BrokerError, InternalError, OverBudget
 from broker.limits import DEFAULTS, Limits
 
@@ -45,7 +51,7 @@ class Store:
                 f"the broker's limit allows {nbytes} bytes more on device {device}, which has not "
                 f"got them: {error}",
                 requested=nbytes,
-                free=_free(self._devices[device]),
+                free=free_if_known(self._devices[device]),
                 device=device,
             ) from error
         except DeviceError as error:
@@ -99,13 +105,6 @@ class Store:
     def close(self) -> None:
         for set_id in {*self._slabs, *self._readers, *self._manifests}:
             self.free(set_id)
-
-
-def _free(device: Device) -> int | None:
-    try:
-        return device.free_bytes()
-    except DeviceError:  # the sentence has the driver's words already
-        return None
 
 
 def check_manifest(descriptor: int, limits: Limits = DEFAULTS) -> None:

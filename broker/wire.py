@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from broker.errors import BadRequest, UnknownOperation
+from broker.suggest import did_you_mean
 from broker.weights import CONVERTIBLE, WeightKey
 
 NO_PLATFORM = ""
@@ -516,8 +517,10 @@ def decode_request(operation: str, payload: bytes) -> Message:
     """
     decoder = _decoders.get(operation)
     if decoder is None:
-        known = ", ".join(sorted(REQUESTS))
-        raise UnknownOperation(f"there is no operation {operation!r}; known are {known}")
+        known = f"known are {', '.join(sorted(REQUESTS))}"
+        near = did_you_mean(operation, REQUESTS)
+        hint = f"{near} {known}" if near else known
+        raise UnknownOperation(f"there is no operation {operation!r}; {hint}", operation=operation)
     if operation in SESSIONLESS:
         if payload:
             raise BadRequest(f"{operation} takes an empty payload")

@@ -33,7 +33,7 @@ def ping_broker(
         if _is_listened_to(paths.zmq):
             return _ping(paths.zmq, timeout)
         tried.append((paths.zmq, "nobody listens there any more"))
-    raise broker_not_found(name, tried)
+    raise broker_not_found(name, tried, directory)
 
 
 def _is_listened_to(path: Path) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
-from broker.devices.base import Device, DeviceError, DeviceOutOfMemory
+from broker.devices.base import Device, DeviceError, DeviceOutOfMemory, free_if_known
 from broker.errors import InternalError, OverBudget, UsageError
 from broker.weights import (
     ITEM_BYTES,
@@ -120,7 +120,12 @@ def write_publication(
     try:
         mapping = device.map(descriptor, nbytes, writable=True)
     except DeviceOutOfMemory as error:
-        raise OverBudget(f"the slab to publish into cannot be mapped: {error}") from error
+        raise OverBudget(
+            f"the slab to publish into cannot be mapped: {error}",
+            requested=nbytes,
+            free=free_if_known(device),
+            device=device.properties.uuid,
+        ) from error
     except DeviceError as error:
         raise InternalError(f"the slab to publish into cannot be mapped: {error}") from error
     storages = SlabStorages(mapping, torch_device(device.properties.platform, device.ordinal))

@@ -355,7 +355,7 @@ def _connect_once(
             raise
         else:
             return Session(connection, paths.zmq, platform=platform, label=label, timeout=timeout)
-    raise broker_not_found(name, tried)
+    raise broker_not_found(name, tried, directory)
 
 
 def _check_listener(connection: socket.socket, path: Path, access: Access) -> None:

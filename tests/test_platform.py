@@ -289,15 +289,20 @@ def test_only_linux(probe: PlainBox, found: str, title: str, device: str) -> Non
     assert probe.looked == []
 
 
-@pytest.mark.parametrize("device", ["cpu", "xpu:1", "mps", "cuda:x", "SIMULATED", ""])
+@pytest.mark.parametrize("device", ["cpu", "xpu:1", "mps", "gpu", "cuda:x", "SIMULATED", ""])
 def test_other_devices_are_refused_by_name(device: str) -> None:
     """A device neither GPU nor simulated is refused before any driver is asked."""
     box = NvidiaBox()
     error = refusal("broker", box, device)
-    found = device.partition(":")[0]
+    platform = (
+        device.partition(":")[0] if device in ("cpu", "xpu:1", "mps", "cuda:x") else "unknown"
+    )
+    other = "" if device in ("cpu", "xpu:1", "mps") else ", which is the name of none"
+    fix = 'say "cuda" for a GPU, also AMD\'s, "cuda:1" or a UUID for one of several, or '
     assert str(error) == (
-        f"[weight-broker:broker] found platform {found}: the device {device!r} was asked for"
-        + BROKER_ELSE.format(fix="")
+        f"[weight-broker:broker] found platform {platform}: the device {device!r} was asked for"
+        + other
+        + BROKER_ELSE.format(fix=fix)
     )
     assert box.looked == []
 

@@ -261,6 +261,10 @@ def test_directory_given(private: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(BrokerNotFound) as caught:
         find_brokers(directory=private)
     assert caught.value.tried == [str(private / "default.session")]
+    assert str(caught.value).endswith(
+        f"start it with `weight-broker serve --dir {private}`, or name the directory in which it "
+        "was started"
+    )
 
 
 def test_not_found_after_a_refused_connection() -> None:

@@ -106,9 +106,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
     """Find a checkpoint: a folder, one safetensors file or an index. Reads no weights.
 
     Raises:
-        NotFound: nothing is there by that path.
+        NotFound: nothing is there by that path, or a folder without weights (`reason`
+            "no_weights").
         LoadFailed: it may not be opened, or there is nothing that could be loaded (`reason`:
-            "unreadable", "not_a_file", "no_weights", "unsafe_pickle", "bad_index", …).
+            "unreadable", "not_a_file", "unsafe_pickle", "bad_index", …).
     """
     given = os.fspath(path)
     shown = os.fsencode(given).decode("utf-8", "backslashreplace")
@@ -304,11 +305,13 @@ def _undecided(names: list[str], others: list[str], path: str) -> Exception:
     pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
     if pickles:
         return _only_pickles(pickles, path)
-    return load_failed(
-        "no_weights",
-        f"checkpoint {quoted(path)} has no safetensors weights at its top level, only "
-        f"{_some(names) if names else 'nothing at all'}; give the folder that has {SINGLE_FILE} or "
-        "the path of one file",
+    found = "it is empty"
+    if names:
+        found = f"it has no safetensors weights at its top level, only {_some(names)}"
+    return NotFound(
+        f"there is no checkpoint in {quoted(path)}: {found}; give the folder that has "
+        f"{SINGLE_FILE}, or the path of one file",
+        reason="no_weights",
         file=path,
     )
 

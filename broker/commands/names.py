@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from broker.commands.parsing import Commands, Examples, add_command, observe
-from broker.commands.text import human, table
+from broker.commands.text import human, table, warn_of_left_off
 
 
 def add_to(commands: Commands) -> None:
@@ -34,7 +34,9 @@ def add_to(commands: Commands) -> None:
 
 def list_names(options: argparse.Namespace) -> int:
     with observe(options) as client:
-        rows = generations_in(client.status())
+        report = client.status()
+    rows = generations_in(report)
+    warn_of_left_off(report)
     if options.json:
         print(json.dumps(rows, indent=2))
     elif rows:
@@ -67,10 +69,16 @@ def generations_in(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 def publish_checkpoint(options: argparse.Namespace) -> int:
     """Returns when the generation is resident."""
-    with observe(options) as client:
-        granted = client.publish_checkpoint(
-            options.path, options.line, generation=options.generation, device=options.device
-        )
+    try:
+        with observe(options) as client:
+            granted = client.publish_checkpoint(
+                options.path, options.line, generation=options.generation, device=options.device
+            )
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            f"gave up waiting for {options.path}; a load that has begun goes on, but gives "
+            f"{options.line} no new generation"
+        ) from None
     where = f"{options.line}: generation {granted.generation}, set {granted.set}"
     print(f"{where}, {human(granted.nbytes)}, {granted.how}")
     return 0

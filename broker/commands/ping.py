@@ -7,7 +7,7 @@ import argparse
 from broker.commands.parsing import Commands, Examples, add_command
 
 EXAMPLES: Examples = (
-    ("ping", "0 if the broker answers, 13 if there is none, 11 if it does not answer in time"),
+    ("ping", "0: it answers; 11: not in time; 13: there is no broker"),
     ("ping --timeout 1", "as a probe of a container"),
 )
 DEFAULT_SECONDS = 5.0

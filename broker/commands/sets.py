@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from broker.commands.parsing import Commands, Examples, add_command, observe
-from broker.commands.text import set_numbers
+from broker.commands.text import set_numbers, warn_of_left_off
 from broker.device_names import SIMULATED
 from broker.errors import LoadFailed, NotFound
 
@@ -52,6 +52,8 @@ def pin_sets(options: argparse.Namespace) -> int:
     with observe(options) as client:
         pinned = client.pin(options.set)
     print(f"pinned: {set_numbers(pinned.sets)}")
+    if pinned.kept:
+        print(f"no longer to go with the last lease: {set_numbers(pinned.kept)}")
     return 0
 
 
@@ -71,6 +73,7 @@ def verify_sets(options: argparse.Namespace) -> int:
     """
     with observe(options) as observer:
         report = observer.status()
+    warn_of_left_off(report)
     chosen = [entry for entry in report["sets"] if _is_chosen(entry, options.set)]
     if not chosen:
         what = "weight set that came from a checkpoint"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable
+from typing import Any
 
 
 def human(nbytes: int) -> str:
@@ -24,6 +26,13 @@ def shown(text: str | None) -> str:
 
 def set_numbers(sets: Iterable[int]) -> str:
     return ", ".join(f"set {number}" for number in sets)
+
+
+def warn_of_left_off(report: dict[str, Any]) -> None:
+    """Say on standard error that a status had no room for all sets."""
+    left = report["broker"]["left_off"]["sets"]
+    if left:
+        print(f"weight-broker: {left} more sets are resident, and not looked at", file=sys.stderr)
 
 
 def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:

@@ -29,6 +29,7 @@ from broker.errors import (
     Mismatch,
     NotFound,
 )
+from broker.suggest import did_you_mean
 from broker.weights import WeightKey
 
 LOADER_CLAIM = "load"
@@ -203,6 +204,8 @@ class Asking(Ledger):
         if demand.generation is not None:
             wanted += f", generation {demand.generation!r},"
         known = f"resident names: {', '.join(names)}" if names else "no named set is resident"
+        near = did_you_mean(demand.name or "", names)
+        known = f"{near} {known}" if near else known
         return NotFound(f"{wanted} is not resident on device {demand.device}; {known}", names=names)
 
     def _check_label(self, key: WeightKey, demand: wire.Demand) -> None:

@@ -24,6 +24,7 @@ from broker.errors import (
     LoadFailed,
     NotFound,
 )
+from broker.suggest import did_you_mean
 
 
 class Books(Restoring):
@@ -190,7 +191,10 @@ class Books(Restoring):
     def _meant(self, text: str) -> list[WeightSet]:
         meant = self._named(text)
         if not meant:
-            raise NotFound(f"no weight set {text!r}; `status` lists ids and names")
+            names = sorted({name for record in self.sets.values() for name in record.names})
+            near = did_you_mean(text, names)
+            hint = f"{near} " if near else ""
+            raise NotFound(f"no weight set {text!r}; {hint}`status` lists ids and names", set=text)
         return meant
 
     def _named(self, text: str) -> list[WeightSet]:

@@ -348,6 +348,7 @@ class Writing(Claiming):
 
     def _fail(self, record: WeightSet, failure: Failure) -> None:
         """A set in progress ends: the next willing waiter writes it anew, else all are told why."""
+        self._complete(record, failure.error)
         if record.pending is None:
             self._remember_lost(record, failure.error)
         self._answer_writer(record, failure.error)
@@ -379,6 +380,13 @@ class Writing(Claiming):
         for waiter in (w for w in waiters if not w.follows):
             self._reply(waiter.ticket, failure.error)
         self._retry(waiters)
+
+    def _complete(self, record: WeightSet, error: BrokerError) -> None:
+        """Who ran out of a device's memory does not know what the broker may hold of it."""
+        if isinstance(error, OverBudget):
+            device = record.key.device
+            known = {"requested": record.nbytes, "limit": self.budgets[device].limit}
+            error.fields = {**known, "device": device, **error.fields}
 
     def _inherit(self, record: WeightSet, heir: Waiter, key: WeightKey) -> WeightSet:
         """A waiting claim takes over. The set goes on under a fresh id: the device may still answer

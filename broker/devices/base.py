@@ -214,6 +214,14 @@ class Device(ABC):
         """A writer with a ring of `buffers` staging buffers. Borrows the descriptor."""
 
 
+def free_if_known(device: Device) -> int | None:
+    """`free_bytes` for an error that is being told already: None if the driver fails as well."""
+    try:
+        return device.free_bytes()
+    except DeviceError:
+        return None
+
+
 def check_range(mapping: Mapping, offset: int, nbytes: int, device: str) -> None:
     """Raise `DeviceError` unless the bytes are inside the mapping."""
     if offset < 0 or nbytes < 0 or offset + nbytes > mapping.nbytes:

@@ -62,16 +62,26 @@ def _die_with_parent() -> None:
 
 def _cause(error: Exception, job: Job) -> BrokerError:
     """What everybody who waits for the weights is told."""
-    if isinstance(error, BrokerError):
-        return error
     if isinstance(error, DeviceOutOfMemory):
         said = f"device {job.device} has no room for what a loader itself needs: {error}"
-        return OverBudget(said, device=job.device)
+        error = OverBudget(said)
+    if isinstance(error, OverBudget):
+        error.fields.setdefault("free", _free_bytes(job))
+    if isinstance(error, BrokerError):
+        return error
     if isinstance(error, DeviceError):
         return InternalError(f"the loader of {_subject(job)} failed on its device: {error}")
     traceback.print_exception(error)
     said = f"the loader of {_subject(job)} failed: {type(error).__name__}: {error}"
     return InternalError(said)
+
+
+def _free_bytes(job: Job) -> int | None:
+    """What is free of the device that had no room; None: the driver does not say that either."""
+    try:
+        return open_device(job.device, job.platform).free_bytes()
+    except DeviceError:
+        return None
 
 
 def _subject(job: Job) -> str:

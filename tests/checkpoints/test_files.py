@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from broker.checkpoints.files import WeightFiles, open_checkpoint, weight_files
-from broker.errors import LoadFailed, NotFound
+from broker.errors import BrokerError, LoadFailed, NotFound
 from tests.support.safetensors_files import (
     INDEX,
     SINGLE,
@@ -37,8 +37,8 @@ def found(path: Path | str) -> WeightFiles:
         return files
 
 
-def refusal(path: Path | str) -> LoadFailed:
-    with pytest.raises(LoadFailed) as caught:
+def refusal(path: Path | str, kind: type[BrokerError] = LoadFailed) -> BrokerError:
+    with pytest.raises(kind) as caught:
         open_checkpoint(path)
     return caught.value
 
@@ -117,7 +117,7 @@ def test_several_other_files(tmp_path: Path) -> None:
 def test_a_variant_is_never_taken_unasked(tmp_path: Path) -> None:
     """A variant alone is no checkpoint, but can be asked for by its path."""
     path = write_file(tmp_path / "model.fp16.safetensors", A)
-    error = refusal(tmp_path)
+    error = refusal(tmp_path, NotFound)
     assert error.reason == "no_weights"
     assert path.name in error.sentence
     assert found(path).shards == [path.name]
@@ -204,9 +204,9 @@ def test_a_name_that_is_no_plain_name(name: str, tmp_path: Path) -> None:
 
 def test_an_empty_folder(tmp_path: Path) -> None:
     """A folder without weights is refused with what it has."""
-    assert refusal(tmp_path).reason == "no_weights"
+    assert refusal(tmp_path, NotFound).reason == "no_weights"
     (tmp_path / "config.json").write_text("{}")
-    error = refusal(tmp_path)
+    error = refusal(tmp_path, NotFound)
     assert error.reason == "no_weights"
     assert "config.json" in error.sentence
     assert str(tmp_path) in error.sentence
@@ -373,5 +373,5 @@ def test_a_refusal_leaves_no_descriptor_open(tmp_path: Path) -> None:
         place.mkdir()
         make(place / SINGLE)
         refusal(place)
-    refusal(tmp_path)
+    refusal(tmp_path, NotFound)
     assert len(list(DESCRIPTORS.iterdir())) == before

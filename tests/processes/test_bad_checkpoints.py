@@ -71,7 +71,8 @@ def test_folder_without_weights(client: EngineClient, tmp_path: Path, files: lis
     """A folder without weights is told with what is in it."""
     for name in files:
         (tmp_path / name).write_text("{}")
-    check_refused(client, tmp_path, LoadFailed, "no safetensors weights", *files)
+    found = "no safetensors weights" if files else "it is empty"
+    check_refused(client, tmp_path, NotFound, found, *files)
 
 
 class Bomb:

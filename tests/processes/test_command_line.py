@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from broker.cli import main
-from broker.errors import BadRequest, BrokerNotFound, Busy, LoadFailed, NotFound
+from broker.errors import BadRequest, BrokerError, BrokerNotFound, Busy, LoadFailed, NotFound
 from broker.platform import platform_steps
 from engine_client import Checkpoint
 from tests.support.clock import SCALE, eventually
@@ -400,19 +400,24 @@ def test_serve_refuses_to_preload_nothing(
 
 @pytest.mark.usefixtures("undisturbed")
 @pytest.mark.parametrize(
-    ("files", "word"),
+    ("files", "word", "error"),
     [
-        ([], "no safetensors weights"),
-        (["config.json"], "no safetensors weights"),
-        (["pytorch_model.bin", "model.pt"], "run code"),
+        ([], "it is empty", NotFound),
+        (["config.json"], "no safetensors weights", NotFound),
+        (["pytorch_model.bin", "model.pt"], "run code", LoadFailed),
     ],
     ids=["empty", "no weights", "pickles"],
 )
 def test_serve_refuses_to_preload(
-    broker_dir: Path, tmp_path: Path, capsys: Capture, files: list[str], word: str
+    broker_dir: Path,
+    tmp_path: Path,
+    capsys: Capture,
+    files: list[str],
+    word: str,
+    error: type[BrokerError],
 ) -> None:
     """A folder without weights, or with pickles only, ends the start with the reason."""
     for name in files:
         (tmp_path / name).write_bytes(b"{}")
     result = serve(capsys, broker_dir / "new", "--preload", str(tmp_path))
-    check_refused(result, LoadFailed.exit_code, word, str(tmp_path))
+    check_refused(result, error.exit_code, word, str(tmp_path))

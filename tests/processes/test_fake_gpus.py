@@ -340,7 +340,12 @@ def test_more_than_the_device_has(narrow: GpuEngine, tmp_path: Path) -> None:
     narrow.tell("acquire", path=str(small_checkpoint(tmp_path / "a", tensors=4, nbytes=2 << 20)))
     answer = narrow.answer()
     assert answer["error"] == "OverBudget"
-    assert answer["fields"] == {"requested": 4 * GRANULE, "free": GRANULE, "device": uuid}
+    assert answer["fields"] == {
+        "requested": 4 * GRANULE,
+        "free": GRANULE,
+        "limit": 1 << 30,
+        "device": uuid,
+    }
     assert answer["sentence"] == (
         f"the broker's limit allows {4 * GRANULE} bytes more on device {uuid}, which has not got "
         f"them: create on {uuid}: {4 * GRANULE} bytes were asked for, {GRANULE} of {3 * GRANULE} "

@@ -1,0 +1,195 @@
+"""The command line itself: help, version, what is misspelt, completion, exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from broker import VERSION, errors
+from broker.cli import EXIT_INTERRUPTED, main, make_parser
+from broker.commands import life
+from broker.commands.completion import SHELLS
+from broker.errors import BadRequest, BrokerError
+
+ROOT = Path(__file__).parents[2]
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    (action,) = (
+        action
+        for action in make_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    return dict(action.choices)
+
+
+COMMANDS = sorted(commands())
+Capture = pytest.CaptureFixture[str]
+
+
+def refused(arguments: list[str], capsys: Capture) -> str:
+    """What standard error has when the command line is not one."""
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == BadRequest.exit_code
+    return capsys.readouterr().err
+
+
+# --- help ---------------------------------------------------------------------------------------
+
+
+def examples_of(command: str) -> list[str]:
+    return re.findall(r"^  weight-broker (.*)$", commands()[command].format_help(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does, every option with a text, examples; no line is too long for a terminal."""
+    monkeypatch.setenv("COLUMNS", "80")
+    parser = commands()[command]
+    text = parser.format_help()
+    assert parser.description
+    assert all(action.help for action in parser._actions)
+    assert examples_of(command)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_examples_can_be_typed(command: str) -> None:
+    """Each example is a command line of its command, whatever follows in the shell."""
+    for example in examples_of(command):
+        words = shlex.split(re.split(r" [|>]", example)[0])
+        assert words[0] == command
+        assert make_parser().parse_args(words).command
+
+
+def test_every_command_is_in_the_readme() -> None:
+    """A new user sees each command where the others are."""
+    readme = (ROOT / "README.md").read_text()
+    assert [name for name in COMMANDS if f"\nweight-broker {name}" not in readme] == []
+
+
+def test_version(capsys: Capture) -> None:
+    """`--version` says which."""
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"weight-broker {VERSION}\n"
+
+
+# --- misspelt -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"), [("stauts", "status"), ("publsh", "publish"), ("sutdown", "shutdown")]
+)
+def test_did_you_mean(word: str, meant: str, capsys: Capture) -> None:
+    """A command that is nearly one is answered with that one."""
+    assert f"there is no command {word!r}; did you mean {meant}" in refused([word], capsys)
+
+
+def test_no_such_command(capsys: Capture) -> None:
+    """A command that is like none is answered with all."""
+    said = refused(["frobnicate"], capsys)
+    assert all(name in said for name in COMMANDS)
+
+
+def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """Ctrl-C is told, with what a command has to say about it."""
+
+    def interrupted(_options: argparse.Namespace) -> None:
+        raise KeyboardInterrupt("gave up waiting")
+
+    monkeypatch.setattr(life, "observe", interrupted)
+    assert main(["upgrade"]) == EXIT_INTERRUPTED
+    assert capsys.readouterr().err == "weight-broker: interrupted: gave up waiting\n"
+
+
+# --- completion ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=SHELLS)
+def completion(request: pytest.FixtureRequest, tmp_path: Path, capsys: Capture) -> tuple[str, Path]:
+    """A shell that is here, and its script."""
+    shell: str = request.param
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell} here")
+    assert main(["completion", shell]) == 0
+    script = tmp_path / f"script.{shell}"
+    script.write_text(capsys.readouterr().out)
+    return shell, script
+
+
+def test_completion_scripts(completion: tuple[str, Path]) -> None:
+    """Each shell can read its script."""
+    shell, script = completion
+    done = subprocess.run(
+        [shell, "-n", str(script)], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+ASK_BASH = """
+source "$0"
+COMP_WORDS=("$@")
+COMP_CWORD=$(($# - 1))
+_shtab_weight_broker
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+ASK_FISH = 'source $argv[1]; complete -C "$argv[2..]" | cut -f 1'
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("weight-broker sta", "status"),
+        ("weight-broker serve --log-f", "--log-format"),
+        ("weight-broker completion fi", "fish"),
+    ],
+)
+def test_what_is_completed(completion: tuple[str, Path], typed: str, offered: str) -> None:
+    """Commands, options and their values."""
+    shell, script = completion
+    if shell == "zsh":
+        pytest.skip("zsh completes on a terminal only")
+    words = typed.split()
+    ask = ["bash", "-c", ASK_BASH, str(script), *words]
+    if shell == "fish":
+        ask = ["fish", "--no-config", "-c", ASK_FISH, str(script), *words]
+    done = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=True)
+    assert done.stdout.split() == [offered]
+
+
+def test_completion_knows_every_command(completion: tuple[str, Path]) -> None:
+    """No command is forgotten."""
+    text = completion[1].read_text()
+    assert [name for name in COMMANDS if not re.search(rf"\b{name}\b", text)] == []
+
+
+# --- exit codes ---------------------------------------------------------------------------------
+
+
+def test_exit_codes_are_documented() -> None:
+    """docs/exit-codes.md has each code once, in order, with every error that gives it."""
+    table = re.findall(
+        r"^\| (\d+) \| .* \| (.*)\|$",
+        (ROOT / "docs" / "exit-codes.md").read_text(),
+        re.MULTILINE,
+    )
+    documented = {int(code): re.findall(r"`(\w+)`", named) for code, named in table}
+    classes = [
+        each
+        for each in vars(errors).values()
+        if isinstance(each, type) and issubclass(each, BrokerError) and each is not BrokerError
+    ]
+    expected: dict[int, list[str]] = {0: [], EXIT_INTERRUPTED: []}
+    for each in sorted(classes, key=lambda error: error.__name__):
+        expected.setdefault(each.exit_code, []).append(each.__name__)
+    assert documented == expected
+    assert [int(code) for code, _named in table] == sorted(expected)
