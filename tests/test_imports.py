@@ -9,7 +9,7 @@ import sys
 import pytest
 
 NO_CONVERSATION = ("zmq", "torch", "numpy", "safetensors")
-NO_TORCH = ("torch", "numpy", "safetensors", "rich")
+NO_TORCH = ("torch", "numpy", "safetensors", "rich", "prometheus_client", "jinja2")
 LIGHT = {
     "broker.custody": NO_CONVERSATION,
     "broker.custody.audit": NO_CONVERSATION,

@@ -47,12 +47,14 @@ REASONS = frozenset(
         # of loader processes (loaders.py, loading.py, loader/) and of writers
         "loader-exited",
         "loader-crashed",
+        "loader-finished",
         "loader-killed",
         "loader-too-slow",
         "loader-died",
         "loader-returned",
         "loader-unpickled",
         "loader-raised",
+        "loader-unwanted",
         "builder-failed",
         "writer-stalled",
     }

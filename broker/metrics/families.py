@@ -35,6 +35,7 @@ COUNTERS = {
     "leases_granted": "Leases granted.",
     "leases_reclaimed": "Leases that ended with their session.",
     "loaders_died": "Loaders that ended before their weights were complete.",
+    "loads_failed": "Loads that ended with an error; load_failures_total has them by cause.",
     "loads_finished": "Loads that ended with a sealed set.",
     "loads_queued": "Loads that had to wait for another one's end.",
     "loads_shared_by_content": "Loads and publications that turned out to be resident already.",
@@ -42,6 +43,7 @@ COUNTERS = {
     "notices_dropped": "Progress and events that an engine which does not read has missed.",
     "packets_refused": "Session packets answered with an error.",
     "preloads_failed": "Checkpoints of --preload that could not be loaded onto a device.",
+    "publications_failed": "Weight sets of engines that ended unsealed.",
     "replies": "Final replies, progress and events sent.",
     "replies_dropped": "Final replies kept for a peer whose conversation then ended.",
     "replies_to_the_gone": "Replies whose peer had gone.",
@@ -54,7 +56,8 @@ COUNTERS = {
     "sets_sealed": "Weight sets sealed.",
     "writers_stalled": "Claims that ended because they were not sealed in time.",
 }
-"""The counters of `status`; failed loads and publications have metrics of their own, by cause."""
+"""The counters of `status`, which are there from the start: `increase()` of a metric that has just
+appeared is nothing."""
 LARGEST = {
     "largest_reply_bytes": "Largest reply so far.",
     "largest_request_bytes": "Largest request so far.",

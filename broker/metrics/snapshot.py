@@ -7,7 +7,6 @@ by the thousand, the most telling are named; the rest is added up, so that a pag
 from __future__ import annotations
 
 import heapq
-import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -142,7 +141,7 @@ def _urgency(record: WeightSet) -> tuple[bool, bool, int]:
 
 
 def _set(broker: Server, record: WeightSet) -> SetNumbers:
-    times, now = broker.times.of(record.id), time.time()
+    times, now = broker.times.of(record.id), broker.times.wall()
     is_written, is_unwanted = record.state in IN_PROGRESS, record.state is State.DRAINING
     # What an earlier server saw begin is at least as old as this one.
     since = broker.started if times.unwanted is None else times.unwanted
@@ -155,7 +154,7 @@ def _set(broker: Server, record: WeightSet) -> SetNumbers:
         leases=len(record.leases),
         waiting=len(record.waiters),
         writing=now - times.begun if is_written and times.begun is not None else None,
-        quiet=times.pace.quiet(time.monotonic()) if is_written and times.pace else None,
+        quiet=times.pace.quiet(broker.times.monotonic()) if is_written and times.pace else None,
         draining=now - since if is_unwanted else None,
     )
 
