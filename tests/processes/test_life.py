@@ -56,6 +56,7 @@ def stop_in_time(broker: RunningBroker, number: signal.Signals) -> None:
     """An orderly end: in time, exit code 0, no socket and no process left."""
     began = time.monotonic()
     assert broker.stop(number) == 0
+    assert f'stopping cause="received {number.name}"' in broker.log.read_text()
     assert time.monotonic() - began < STOP_SECONDS * SCALE
     assert {path.name for path in broker.directory.iterdir()} <= {
         "default.journal",
@@ -181,7 +182,8 @@ def test_clients_that_are_not_served(broker: RunningBroker) -> None:
 
 
 def test_preload(start_broker: StartBroker, checkpoint: str, tmp_path: Path) -> None:
-    """What is preloaded is resident and pinned before any engine asks; a bad one is only logged."""
+    """What is preloaded is resident and pinned before any engine asks; a bad one is told, and stays
+    in the status."""
     broken = cut_short(small_checkpoint(tmp_path / "broken", seed=5))
     broker = start_broker("--preload", checkpoint, "--preload", str(broken))
     eventually(lambda: broker.counter("loads_failed") == 1, 20, "the failure of the bad one")
@@ -194,6 +196,10 @@ def test_preload(start_broker: StartBroker, checkpoint: str, tmp_path: Path) -> 
         assert weights.how == "resident"
     log = broker.log.read_text()
     assert f"preload-failed path={broken}" in log
+    loaded, failed = broker.status()["broker"]["preloads"]
+    assert (loaded["path"], loaded["state"], loaded["set"]) == (checkpoint, "resident", entry["id"])
+    assert (failed["path"], failed["state"]) == (str(broken), "failed")
+    assert failed["cause"] in log
 
 
 def test_notify_socket(start_broker: StartBroker, broker_dir: Path) -> None:
