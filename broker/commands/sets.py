@@ -9,6 +9,7 @@ from broker.commands.parsing import Commands, Examples, add_command, observe
 from broker.commands.text import set_numbers, warn_of_left_off
 from broker.device_names import SIMULATED
 from broker.errors import LoadFailed, NotFound
+from broker.suggest import did_you_mean
 
 EVICT: Examples = (
     ("evict 3", "set 3, as status numbers them"),
@@ -76,13 +77,19 @@ def verify_sets(options: argparse.Namespace) -> int:
     warn_of_left_off(report)
     chosen = [entry for entry in report["sets"] if _is_chosen(entry, options.set)]
     if not chosen:
-        what = "weight set that came from a checkpoint"
-        if options.set:
-            what = f"sealed weight set {options.set!r}"
-        raise NotFound(f"there is no {what} to verify; `status` lists what is resident")
+        raise _nothing_to_verify(report, options.set)
     for entry in chosen:
         _verify(entry, SIMULATED if report["broker"]["simulated"] else None, options)
     return 0
+
+
+def _nothing_to_verify(report: dict[str, Any], which: str | None) -> NotFound:
+    what, near = "weight set that came from a checkpoint", ""
+    if which:
+        names = sorted({name for entry in report["sets"] for name in entry["names"]})
+        what, near = f"sealed weight set {which!r}", did_you_mean(which, names)
+    hint = f"{near} " if near else ""
+    return NotFound(f"there is no {what} to verify; {hint}`status` lists what is resident")
 
 
 def _is_chosen(entry: dict[str, Any], which: str | None) -> bool:

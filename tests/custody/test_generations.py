@@ -183,11 +183,13 @@ def test_a_pinned_generation_stays_until_it_is_unpinned() -> None:
 
 
 def test_a_pin_holds_a_draining_set() -> None:
-    """A pin on a set that is to go with its last lease keeps it."""
+    """A pin on a set that is to go with its last lease keeps it, and says so the first time."""
     desk = Desk()
     (engine,) = fill(desk, 1)
     desk.evict(1)
-    desk.books.pin(0, wire.Pin("1"))
+    for kept in ([1], []):
+        answer = Reply(0, wire.Pinned([1], kept))
+        assert desk.call(lambda: desk.books.pin(0, wire.Pin("1"))) == [answer]
     desk.end(engine)
     assert desk.set(1).state is State.SEALED
 

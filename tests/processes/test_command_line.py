@@ -10,10 +10,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from broker.cli import main
+from broker.cli import EXIT_INTERRUPTED, main
 from broker.errors import BadRequest, BrokerError, BrokerNotFound, Busy, LoadFailed, NotFound
 from broker.platform import platform_steps
 from engine_client import Checkpoint
@@ -181,6 +182,50 @@ def test_evict(shared_broker: RunningBroker, checkpoint: Path, capsys: Capture) 
     assert number not in set_ids(shared_broker)
 
 
+def test_pin_saves_what_was_to_go(
+    shared_broker: RunningBroker, checkpoint: Path, capsys: Capture
+) -> None:
+    """A set that is evicted while it is leased stays if it is pinned then, and that is told."""
+    directory = str(shared_broker.directory)
+    with shared_broker.client() as client, client.acquire(Checkpoint(checkpoint, "kept")) as kept:
+        run(capsys, "evict", "--dir", directory, "kept")
+        code, out, _err = run(capsys, "pin", "--dir", directory, "kept")
+        assert (code, out.splitlines()) == (
+            0,
+            [
+                f"pinned: set {kept.set_id}",
+                f"no longer to go with the last lease: set {kept.set_id}",
+            ],
+        )
+        number = kept.set_id
+    assert number in set_ids(shared_broker)
+    code, out, _err = run(capsys, "pin", "--dir", directory, "kept")
+    assert out == f"pinned: set {number}\n"
+    run(capsys, "unpin", "--dir", directory, "kept")
+    run(capsys, "evict", "--dir", directory, "kept")
+
+
+def test_publish_interrupted(shared_broker: RunningBroker, checkpoint: Path) -> None:
+    """Ctrl-C says what becomes of the load, and that is what becomes of it."""
+    directory = str(shared_broker.directory)
+    shared_broker.order_loaders(LoaderFault.STOPS_AT_START)
+    command = ("publish", str(checkpoint), "--name", "given up", "--dir", directory)
+    with Terminal(*command, width=80) as terminal:
+        shared_broker.stopped_loader()
+        assert terminal.interrupt() == EXIT_INTERRUPTED
+        said = terminal.read_until("no new generation")
+    assert "weight-broker: interrupted: gave up waiting for" in said
+    shared_broker.let_loader_go()
+    loaded = eventually(lambda: from_path(shared_broker, checkpoint, "sealed"), 20, "the load")
+    assert [entry["names"] for entry in loaded] == [{}]
+    shared_broker.evict_all()
+
+
+def from_path(broker: RunningBroker, path: Path, state: str) -> list[dict[str, Any]]:
+    sets = broker.status()["sets"]
+    return [entry for entry in sets if (entry["path"], entry["state"]) == (str(path), state)]
+
+
 def set_ids(broker: RunningBroker) -> list[int]:
     return [entry["id"] for entry in broker.status()["sets"]]
 
@@ -287,7 +332,8 @@ def serve(capture: Capture, directory: Path, *options: str) -> tuple[int, str, s
         (["--name", "n" * 65], "name"),
         (["--name", "ümlaut"], "name"),
         (["--memory-limit", "lots"], "'lots'"),
-        (["--memory-limit", "0"], "'0'"),
+        (["--memory-limit", "0"], "'0': no weights at all would fit"),
+        (["--memory-limit", "150%"], "'150%': that is more memory than a device has"),
         (["--memory-limit=-1g"], "'-1g'"),
         (["--memory-limit", "200%"], "'200%'"),
         (["--memory-limit", "nan"], "'nan'"),

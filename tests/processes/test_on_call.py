@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from broker import wire
 from broker.cli import main
 from broker.commands.status import notes
 from broker.errors import LoadFailed
@@ -17,8 +18,10 @@ from engine_client import Checkpoint
 from tests.processes.conftest import brokers, private_directory
 from tests.support.clock import eventually
 from tests.support.processes import Engine, LoaderFault, RunningBroker
+from tests.support.raw import RawDealer, RawSession
 from tests.support.stored import small_checkpoint
 
+LEAVE = wire.encode(wire.Leave())
 Capture = pytest.CaptureFixture[str]
 StartEngine = Callable[..., Engine]
 
@@ -182,6 +185,52 @@ def test_is_a_generation_stuck(
     engine.ask("release")
     eventually(lambda: log(node, "set-freed", set=old["set"]), 5, "the old generation's end")
     assert superseded["by"] == node.status()["sets"][0]["id"]
+
+
+# --- what is no trouble -------------------------------------------------------------------------
+
+
+def test_a_peer_that_says_it_leaves(node: RunningBroker, capsys: Capture) -> None:
+    """Its end is no death; and until then nothing has changed."""
+    with RawSession(node.directory) as session:
+        number = session.welcome.session
+        session.send(LEAVE)
+        session.send(LEAVE)
+        session.send(wire.encode(wire.Attach("no such lease")))
+        assert isinstance(session.receive(), wire.Refused)
+    (gone,) = eventually(lambda: ends(node, number), 5, "the end")
+    assert (gone["level"], gone["how"], gone["cause"]) == (
+        "info",
+        "closed",
+        "the engine closed its session",
+    )
+    assert f"session={number} how" not in status(node, capsys)
+
+
+def test_a_late_release(node: RunningBroker, checkpoint: str) -> None:
+    """What a conversation says after its session has ended is answered, and is no refusal."""
+    counts = node.counts()
+    with RawDealer(node.directory) as dealer:
+        with RawSession(node.directory) as session:
+            number = session.welcome.session
+            assert session.hello(dealer)[0] == b"ok"
+            session.send(LEAVE)
+        eventually(lambda: ends(node, number), 5, "the end")
+        answered, _sentence = dealer.ask(b"release", wire.encode(wire.Release("w")))
+    assert answered == b"no-session"
+    assert (counts.added("requests_late"), counts.added("requests_refused")) == (1, 0)
+
+
+def test_a_loader_that_has_done_its_work(node: RunningBroker, checkpoint: str) -> None:
+    """Its end, and that of its session, are told as what they are."""
+    with node.client() as client, client.acquire(Checkpoint(checkpoint)) as weights:
+        number = weights.set_id
+    (started,) = log(node, "loader-started", set=number)
+    session = started["session"]
+    (ended,) = eventually(lambda: log(node, "loader-ended", session=session), 5, "the end")
+    assert (ended["level"], ended["how"]) == ("info", "finished")
+    (gone,) = ends(node, session)
+    assert (gone["level"], gone["how"]) == ("info", "closed")
 
 
 def test_every_line_is_an_object(node: RunningBroker) -> None:
