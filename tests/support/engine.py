@@ -64,16 +64,7 @@ class ToldEngine:
         return sum(self.weights[keep].slab_memory()[::4096])
 
     def mapped(self) -> dict[str, int]:
-        """Bytes of slab mappings as the kernel counts them: resident and proportional."""
-        totals = {"Rss": 0, "Pss": 0}
-        inside = False
-        for line in Path("/proc/self/smaps").read_text().splitlines():
-            head = line.split()[0]
-            if not head.endswith(":"):
-                inside = "weight-broker-slab" in line
-            elif inside and head[:-1] in totals:
-                totals[head[:-1]] += int(line.split()[1]) * 1024
-        return totals
+        return mapped_slabs()
 
     def release(self, keep: str = "w") -> None:
         self.weights.pop(keep).release()
@@ -152,6 +143,19 @@ class ToldEngine:
             libc.pause()
             libc._exit(0)
         return child
+
+
+def mapped_slabs() -> dict[str, int]:
+    """Bytes of this process's slab mappings as the kernel counts them: resident, proportional."""
+    totals = {"Rss": 0, "Pss": 0}
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if not head.endswith(":"):
+            inside = "weight-broker-slab" in line
+        elif inside and head[:-1] in totals:
+            totals[head[:-1]] += int(line.split()[1]) * 1024
+    return totals
 
 
 def _outcome(attempt: Callable[[], Any]) -> str:

@@ -172,6 +172,14 @@ class TorchEngine(ToldEngine):
         weights.bind(self.models[keep])
         return output_of(self.models[keep])
 
+    def from_pretrained(self, path: str, keep: str = "w") -> dict[str, Any]:
+        """A model of the transformers library; every page of its weights has been read."""
+        from engine_client.integrations.transformers import from_pretrained, weights_of
+
+        model = self.models[keep] = from_pretrained(path, client=self.client)
+        checksum = sum(float(parameter.double().sum()) for parameter in model.parameters())
+        return {**self._keep(keep, weights_of(model)), "checksum": checksum}
+
     def follow(self, name: str, last: str, keep: str = "w") -> list[tuple[str, float]]:
         """Forward passes in a loop, moving to the newest generation between two of them, until the
         last is there: generation and output of every pass."""

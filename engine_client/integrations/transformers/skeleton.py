@@ -204,15 +204,17 @@ def _examine(skeleton: Skeleton, lacking: set[str]) -> dict[str, Tensor]:
     """
     own: dict[str, Tensor] = {}
     replaced: dict[int, Any] = {}
-    for name, held, entries, key in _held(skeleton.model):
+    places = list(_held(skeleton.model))
+    told = {id(held) for name, held, _, _ in places if name in lacking | skeleton.mismatched.keys()}
+    for name, held, entries, key in places:
         if isinstance(held, StandIn):
             _note(skeleton, name, held)
             if id(held) not in replaced:
-                replaced[id(held)] = (_without_memory(held), held)  # held, so that the id stays its
-            entries[key] = replaced[id(held)][0]
+                replaced[id(held)] = _without_memory(held)
+            entries[key] = replaced[id(held)]
         elif name in lacking:
             skeleton.missing.append(name)
-        elif isinstance(held, Parameter) and name not in skeleton.mismatched:
+        elif isinstance(held, Parameter) and id(held) not in told:
             own[name] = held
     return own
 
