@@ -26,6 +26,7 @@ from broker.link import Item, link_pair, packet_of, receive_item, try_send, wait
 from broker.listeners import Listeners
 from broker.logs import log_event
 from broker.rundir import BrokerPaths
+from broker.sd_notify import notify, watchdog_seconds
 from broker.stop_signals import on_stop_signal
 
 STEADY_SECONDS = 10.0
@@ -39,6 +40,7 @@ FULL_SECONDS = 0.1
 """Between looks for a signal while a new server does not read yet."""
 LOOK_SECONDS = 2.0
 """Between looks at whether the sockets' files are still there."""
+NEVER = float("inf")
 EXIT_KILLED = 1
 """The keeper's own code if a signal has ended the last server."""
 EXIT_RESTART = 75
@@ -71,7 +73,8 @@ class Keeper:
         self._is_up = False
         self._stopping = False
         self._stop_signal = signal.SIGTERM
-        self._kill_at = float("inf")
+        self._kill_at = NEVER
+        self._patience = (watchdog_seconds(os.getpid()) or NEVER) / 2
         self._deaths = 0
         self._came_up = False
         self._complaint = ""
@@ -158,6 +161,7 @@ class Keeper:
                 with theirs:
                     self._mend()
                     self._is_up = False
+                    self._kill_at = NEVER
                     self._server = self._start(theirs.fileno())
                 self._serve(ours, on_ready)
         except OSError as error:  # no processes, memory or descriptors: perhaps later
@@ -199,8 +203,17 @@ class Keeper:
                 if on_ready is not None and not self._came_up:
                     on_ready(item.record.decode())
                 self._came_up = self._is_up = True
+            elif item.verb == "alive":
+                self._heard()
             else:
                 self._take(item)
+
+    def _heard(self) -> None:
+        """The server's loop turns, and so does ours. A server of which that is not heard in time is
+        killed: another takes over from it before whoever watches us ends us too."""
+        notify("WATCHDOG=1")
+        if not self._stopping:
+            self._kill_at = time.monotonic() + self._patience
 
     def _hand_over(self, link: socket.socket) -> None:
         """Wait as long as it takes: a server on a busy machine needs a while before it reads."""
@@ -246,6 +259,7 @@ class Keeper:
             self._kept[name] = item
 
     def _tell_to_stop(self) -> None:
+        notify("STOPPING=1")
         if self._server is not None:
             # Told as it was, for its log. One that is only starting would print a traceback of it.
             self._server.send_signal(self._stop_signal if self._is_up else signal.SIGTERM)
@@ -254,8 +268,11 @@ class Keeper:
     def _kill_if_due(self) -> None:
         """A server that is stopped (SIGSTOP) or hangs does not end in order."""
         if self._server is not None and time.monotonic() >= self._kill_at:
-            log_event("server-killed", level=logging.ERROR, cause="it was told to stop and did not")
+            hangs = f"its loop has not turned for {self._patience:g} s"
+            cause = "it was told to stop and did not" if self._stopping else hangs
+            log_event("server-killed", level=logging.ERROR, cause=cause)
             self._server.kill()
+            self._kill_at = NEVER
 
     def _reap(self, server: subprocess.Popen[bytes]) -> int:
         """Its exit code. It has closed its link, so it is ending, or is made to."""
@@ -276,6 +293,7 @@ class Keeper:
                 os.waitpid(ended.si_pid, 0)
 
     def _close(self) -> None:
+        notify("STOPPING=1")
         for item in self._kept.values():
             _close_all(item.descriptors)
         self._kept.clear()

@@ -145,6 +145,11 @@ class KeeperLink:
         """Requests are answered from now on; `line` is for who started the keeper."""
         self._send("ready", record=line.encode())
 
+    def alive(self) -> None:
+        """The server's loop turns. Not said to a keeper that does not read: it does not hear it."""
+        if not self.is_behind:
+            self._send("alive")
+
     def close(self) -> None:
         """Record nothing any more; waits a moment for a keeper that is behind. Idempotent."""
         limit = time.monotonic() + CLOSE_SECONDS

@@ -6,6 +6,7 @@ A packet is `verb kind key` and a newline, then the item's record, which only th
                       note    replace an item's record, its descriptors stay
                       drop    forget an item and close its descriptors
                       ready   the server answers requests from now on
+                      alive   its loop turns
     keeper → server   item    something an earlier server had kept
                       end     that was all
 

@@ -9,6 +9,18 @@ import socket
 log = logging.getLogger("weight-broker")
 
 
+def watchdog_seconds(pid: int) -> float | None:
+    """After how many seconds without `WATCHDOG=1` the service manager ends the process `pid`.
+
+    None: it does not, or it watches another one (sd_watchdog_enabled(3)).
+    """
+    microseconds = os.environ.get("WATCHDOG_USEC", "")
+    watched = os.environ.get("WATCHDOG_PID", str(pid))
+    if not microseconds.isdecimal() or int(microseconds) == 0 or watched != str(pid):
+        return None
+    return int(microseconds) / 1e6
+
+
 def notify(state: str) -> None:
     """Send a state such as "READY=1" to $NOTIFY_SOCKET; nothing happens without one.
 

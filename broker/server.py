@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -53,10 +53,12 @@ from broker.logs import log_event
 from broker.loop import READ, WRITE, Helpers, Loop
 from broker.metrics.address import LISTENER
 from broker.metrics.measures import Measures
+from broker.metrics.starting import serve_metrics
 from broker.preloading import Preload, preload
 from broker.reception import Reception
 from broker.requests import Tickets
 from broker.rundir import BrokerPaths
+from broker.sd_notify import watchdog_seconds
 from broker.served import limit_of, open_served
 from broker.sessions import PeerIdentity, SessionPeer, identify
 from broker.stop_signals import on_stop_signal
@@ -64,11 +66,10 @@ from broker.store import Store
 from broker.times import Times
 from broker.troubles import Troubles
 
-if TYPE_CHECKING:
-    from broker.metrics.endpoint import Endpoint
-
 RECEIVE_BATCH = 64
 """Requests handled in one turn before sessions and timers get their turn."""
+BEATS = 4
+"""In the time after which a watchdog ends the broker. The keeper waits for two."""
 KEEPER_END_MS = 200
 """A process that dies closes its sockets a moment before it is dead."""
 
@@ -131,7 +132,7 @@ class Server:
         self.dispatcher = Dispatcher(self)
         self._take_over(inherited)
         self._reception = Reception(self, sessions)
-        self._metrics = self._serve_metrics(inherited.listeners.get(LISTENER))
+        self._metrics = serve_metrics(self, inherited.listeners.get(LISTENER))
         self.loop.add(self.conversation.fileno(), READ, lambda _events: None)
         self.loop.add(self.keeper.fileno(), READ, self._on_keeper)
         self.keeper.on_behind(lambda: self.loop.modify(self.keeper.fileno(), READ | WRITE))
@@ -180,20 +181,6 @@ class Server:
                 leases=len(inherited.leases),
             )
 
-    def _serve_metrics(self, listener: int | None) -> Endpoint | None:
-        """Imports what that needs only where it is asked for. Without it the rest is served."""
-        if listener is None:
-            return None
-        given = socket.socket(fileno=listener)
-        try:
-            from broker.metrics.endpoint import Endpoint
-            from broker.metrics.snapshot import take_snapshot
-        except ImportError as error:  # found missing by the keeper, unless it went since
-            log_event("metrics-failed", level=logging.ERROR, cause=error)
-            given.close()
-            return None
-        return Endpoint(self.loop, given, partial(take_snapshot, self))
-
     def _on_keeper(self, events: int) -> None:
         if events & WRITE:
             self.keeper.catch_up()
@@ -229,6 +216,9 @@ class Server:
         )
         self._memory_notes.look()
         self.loop.call_soon_threadsafe(self._tell_ready)
+        watchdog = watchdog_seconds(os.getppid())
+        if watchdog is not None:
+            self._beat(watchdog / BEATS)
         for path in self.config.preload:
             self.preloads += preload(self, path)
         try:
@@ -246,6 +236,11 @@ class Server:
             f"platform={self.platform} socket={self.paths.zmq} pid={os.getppid()} "
             f"server_pid={os.getpid()}"
         )
+
+    def _beat(self, seconds: float) -> None:
+        """Let the keeper know, again and again, that the loop turns."""
+        self.keeper.alive()
+        self.loop.call_later(seconds, partial(self._beat, seconds))
 
     def stop(self, why: str) -> None:
         """Begin an orderly stop. Idempotent; from the loop or a signal handler of its thread."""

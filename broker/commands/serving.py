@@ -84,4 +84,4 @@ def serve_engines(options: argparse.Namespace) -> int:
 
 def _ready(line: str) -> None:
     print(line, flush=True)
-    notify("READY=1")
+    notify(f"READY=1\nSTATUS={line}")

@@ -6,6 +6,7 @@
     snapshot.py  everything that a page says, copied on the loop as plain data
     families.py  the page: names, types, help texts; alone in importing prometheus_client
     endpoint.py  connections, each in a thread of its own that never touches the books
+    starting.py  what a server calls
 
-Nothing here is imported by a server without `--metrics` but measures.py and causes.py.
+Without `--metrics` a server imports neither snapshot.py, families.py nor endpoint.py.
 """

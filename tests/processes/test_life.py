@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -200,24 +199,6 @@ def test_preload(start_broker: StartBroker, checkpoint: str, tmp_path: Path) -> 
     assert (loaded["path"], loaded["state"], loaded["set"]) == (checkpoint, "resident", entry["id"])
     assert (failed["path"], failed["state"]) == (str(broken), "failed")
     assert failed["cause"] in log
-
-
-def test_notify_socket(start_broker: StartBroker, broker_dir: Path) -> None:
-    """The service manager is told READY=1, when a ping is answered."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
-        manager.bind(str(broker_dir / "notify"))
-        manager.settimeout(20 * SCALE)
-        start_broker(environ={"NOTIFY_SOCKET": str(broker_dir / "notify")})
-        assert manager.recv(4096) == b"READY=1"
-        with RawDealer(broker_dir) as dealer:
-            assert dealer.ping_seconds() < AT_ONCE_SECONDS * SCALE
-
-
-def test_notify_socket_that_nobody_serves(start_broker: StartBroker) -> None:
-    """A service manager that cannot be told is a warning, and the broker serves."""
-    broker = start_broker(environ={"NOTIFY_SOCKET": "/nowhere/at/all"})
-    assert broker.counter("requests") > 0
-    assert "WARNING NOTIFY_SOCKET='/nowhere/at/all'" in broker.log.read_text()
 
 
 # --- orderly end --------------------------------------------------------------------------------
