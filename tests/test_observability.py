@@ -15,7 +15,9 @@ from broker.logs import BURST_LINES, format_event, log_event
 
 ROOT = Path(__file__).parents[1]
 SOURCE = "\n".join(path.read_text() for path in sorted((ROOT / "broker").rglob("*.py")))
-DOCS = (ROOT / "docs" / "reliability.md").read_text()
+DOC_FOLDER = ROOT / "docs"
+DOCS = (DOC_FOLDER / "reliability.md").read_text()
+METRICS = (DOC_FOLDER / "metrics.md").read_text()
 
 COUNTED = re.compile(
     r'counters\["(\w+)"\]|"((?:loads|publications)_failed)"|_count\("(\w+)", "(\w+)"'
@@ -42,6 +44,17 @@ def test_every_counter_is_documented() -> None:
 def test_every_event_is_documented() -> None:
     """The table of events is the code's, each once, in order."""
     assert documented("The log") == sorted(set(LOGGED.findall(SOURCE)))
+
+
+def test_the_page_for_who_is_on_call() -> None:
+    """It names events and metrics that there are."""
+    rows = re.findall(r"^\| (?!-)(.*) \|$", (DOC_FOLDER / "on-call.md").read_text(), re.MULTILINE)
+    cells = [row.split(" | ") for row in rows[1:]]
+    events = {name for row in cells for name in re.findall(r"`([a-z-]+)`", row[2])}
+    assert events <= set(documented("The log"))
+    metrics = {name for row in cells for name in re.findall(r"`(weight_broker_\w+)`", row[3])}
+    assert metrics <= set(re.findall(r"`(weight_broker_\w+)`", METRICS))
+    assert len(cells) == len([row for row in cells if row[1] and row[2] and row[3]])
 
 
 def test_nothing_is_logged_in_another_form() -> None:
