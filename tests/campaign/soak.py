@@ -77,15 +77,14 @@ class Soak:
     def _turn(self) -> None:
         """Everybody whose time has come asks for something."""
         now = time.monotonic()
-        for engine in list(self.world.engines):
+        for engine in self.world.engines:
             if not engine.is_alive:
-                self.slots.pop(engine.pid, None)
                 continue
             self.world.outcomes += engine.pump()
+            self._judge()
             if not engine.asked and now >= self.due.get(engine.pid, 0.0):
                 self.due[engine.pid] = now + self.rng.expovariate(1 / PAUSE_SECONDS)
                 self._ask(engine)
-        self._judge()
         self.world.fill_up()
 
     def _ask(self, engine: Engine) -> None:
@@ -110,9 +109,11 @@ class Soak:
             self.done["engines ended by SIGTERM"] += 1
             engine.signal(signal.SIGTERM)
             engine.gone()
+            self.slots.pop(engine.pid)  # another engine may get its pid
         else:
             self.done["engines killed"] += 1
             engine.kill()
+            self.slots.pop(engine.pid)
 
     def _judge(self) -> None:
         for outcome in self.world.outcomes:
