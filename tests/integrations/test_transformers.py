@@ -32,7 +32,7 @@ from tests.support.engine import mapped_slabs
 from tests.support.nursery import Nursery
 from tests.support.processes import RunningBroker
 
-SMOLLM2 = "WEIGHT_BROKER_SMOLLM2"
+SMOLLM2 = "SMOLLM2_FOLDER"
 
 
 @pytest.fixture(scope="module")
