@@ -7,7 +7,7 @@ import msgspec
 from broker.checkpoints.plan import plan_checkpoint
 from broker.checkpoints.reading import LoadResult, hash_pieces, load_pieces
 from broker.devices.base import Device
-from broker.errors import LoadFailed
+from broker.errors import LoadFailed, NotFound
 from broker.loaders import CheckpointWork
 from broker.quantization import check_ipc_quant_support
 from engine_client.claim import HeldClaim
@@ -24,7 +24,10 @@ def load_checkpoint(
         BrokerError: what everybody who waits is to be told.
     """
     source = work.source
-    plan = plan_checkpoint(folder, source.only, source.path, source.conversion)
+    try:
+        plan = plan_checkpoint(folder, source.only, source.path, source.conversion)
+    except NotFound as error:  # whoever asked has seen weights there
+        raise LoadFailed(error.sentence, **error.fields) from error
     quantization = check_ipc_quant_support(plan.quantization, where="broker")
     if work.hash_first:
         hashed = hash_pieces(plan, folder, threads, claim.reporter("hashing"))

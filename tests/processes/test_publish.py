@@ -244,6 +244,7 @@ def test_over_budget_says_who_holds_what(
         assert [entry["id"] for entry in broker.status()["sets"]] == [1, 2]
         client.unpin("pinned")
         engine.ask("release")
+        eventually(lambda: not broker.status()["sets"][0]["leases"], 5, "the release")
         with client.publish("large", {"w": torch.ones(30000)}) as weights:
             assert [entry["id"] for entry in broker.status()["sets"]] == [weights.set_id]
 
