@@ -19,7 +19,8 @@ from typing import NamedTuple
 import msgspec
 from blake3 import blake3
 
-from broker.checkpoints.files import OpenCheckpoint, open_checkpoint
+from broker.checkpoints.faults import system_refused
+from broker.checkpoints.files import INDEX_SUFFIX, OpenCheckpoint, open_checkpoint
 from broker.checkpoints.plan import plan_checkpoint
 from broker.checkpoints.reading import Progress, hash_pieces
 from broker.errors import LoadFailed
@@ -34,6 +35,7 @@ class Files(NamedTuple):
     """The weight files of one folder, as they were when they were looked at."""
 
     path: str
+    shards: tuple[str, ...]
     stamps: tuple[Stamp, ...]
 
     @property
@@ -46,27 +48,33 @@ class Files(NamedTuple):
         return f"vllm:{_label(self.path)}:{digest[:32]}"
 
 
-def look_at(path: str, vllm_loads: Iterable[str]) -> Files:
-    """The weight files of a folder. Reads the folder and the index; blocks on the file system.
+def look_at(path: str, shards: Iterable[str]) -> Files:
+    """Stamps of a checkpoint's files, its index included. Opens none of them.
 
     Args:
-        vllm_loads: the names of the files that vLLM would load from there.
+        shards: names of the weight files that vLLM would load from the folder.
 
     Raises:
-        NotFound, LoadFailed: no usable checkpoint there, or not the files that vLLM would load.
+        LoadFailed: one of them is not there, or may not be looked at.
     """
-    with open_checkpoint(path) as opened:
-        _require_same_choice(opened, set(vllm_loads))
-        return _stamped(opened)
+    names = tuple(sorted(shards))
+    try:
+        indices = [at.name for at in Path(path).iterdir() if at.name.endswith(INDEX_SUFFIX)]
+        stamps = tuple(_stamp(path, name) for name in (*names, *sorted(indices)))
+    except OSError as error:
+        raise system_refused(error, path, "looking at") from error
+    return Files(path, names, stamps)
 
 
 def content_identity(files: Files, threads: int, progress: Progress) -> str:
     """Read and digest every byte: "blake3:…", the broker's own identity of this checkpoint.
 
     Raises:
-        LoadFailed: the checkpoint is damaged, or not any more what was looked at.
+        NotFound, LoadFailed: it is damaged, consists of other files than vLLM would load, or is not
+            any more what was looked at.
     """
     with open_checkpoint(files.path) as opened:
+        _require_same_choice(opened, files)
         plan = plan_checkpoint(opened.folder, opened.only, opened.path)
         identity = hash_pieces(plan, opened.folder, threads, progress).checkpoint
     require_unchanged(files)
@@ -79,9 +87,7 @@ def require_unchanged(files: Files) -> None:
     Raises:
         LoadFailed: they changed.
     """
-    with open_checkpoint(files.path) as opened:
-        now = _stamped(opened)
-    if now != files:
+    if look_at(files.path, files.shards) != files:
         raise LoadFailed(
             f"the weight files of {files.path} changed while they were being read; nothing of them "
             "is kept, start again when the checkpoint is complete",
@@ -90,28 +96,21 @@ def require_unchanged(files: Files) -> None:
         )
 
 
-def _stamped(opened: OpenCheckpoint) -> Files:
-    stamps = tuple(_stamp(opened, name) for name in sorted(opened.files.names))
-    return Files(opened.path, stamps)
-
-
-def _stamp(opened: OpenCheckpoint, name: str) -> Stamp:
-    status = os.stat(name, dir_fd=opened.folder)
+def _stamp(path: str, name: str) -> Stamp:
+    status = os.stat(os.path.join(path, name))
     times = (status.st_mtime_ns, status.st_ctime_ns)
     return (name, status.st_dev, status.st_ino, status.st_size, *times)
 
 
-def _require_same_choice(opened: OpenCheckpoint, theirs: set[str]) -> None:
-    ours = set(opened.files.shards)
-    if theirs == ours:
-        return
-    odd = ", ".join(sorted(theirs ^ ours))
-    raise LoadFailed(
-        f"{opened.path}: vLLM would load other files than this checkpoint consists of ({odd}); "
-        "move what does not belong to it out of the folder",
-        reason="ambiguous",
-        file=opened.path,
-    )
+def _require_same_choice(opened: OpenCheckpoint, files: Files) -> None:
+    odd = sorted(set(files.shards) ^ set(opened.files.shards))
+    if odd:
+        raise LoadFailed(
+            f"{opened.path}: vLLM would load other files than this checkpoint consists of "
+            f"({', '.join(odd)}); move what does not belong to it out of the folder",
+            reason="ambiguous",
+            file=opened.path,
+        )
 
 
 def _label(path: str) -> str:

