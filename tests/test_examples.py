@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -13,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes.conftest import brokers
 from tests.support.clock import SCALE
+from tests.support.stored import small_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 120.0
@@ -57,3 +60,22 @@ def test_publish() -> None:
     assert how[2] == "found them there"
     assert "3 engines map one copy" in said
     assert said.endswith("builds: 1, different answers: 1\n")
+
+
+def test_one_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An engine against a broker that runs already says what it has mapped, and gives it back."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    main = importlib.import_module("one_engine").main
+    tmp_path.chmod(0o700)
+    model = small_checkpoint(tmp_path / "model")
+    where = ["--device", "simulated", "--directory", str(tmp_path), "--model", str(model)]
+    with brokers(tmp_path) as start:
+        broker = start()
+        for how in ("loaded", "resident"):
+            assert main([*where, "--once"]) == 0
+            said, gave_back = capsys.readouterr().out.splitlines()
+            assert f"4 tensors, 0.3 MB, {how}, mapped in " in said
+            assert gave_back.endswith("gave them back")
+        assert [entry["leases"] for entry in broker.status()["sets"]] == [[]]

@@ -14,7 +14,6 @@ LISTENER = "metrics"
 """What the keeper calls the listening socket."""
 LISTEN_BACKLOG = 64
 LIBRARY = "prometheus_client"
-EXTRA = "weight-broker[metrics]"
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -53,7 +52,7 @@ def listen(text: str) -> socket.socket:
     host, port = parse_address(text)
     if importlib.util.find_spec(LIBRARY) is None:
         raise BadRequest(
-            f"--metrics needs the package prometheus-client: pip install '{EXTRA}'",
+            "--metrics needs a package that is not installed: pip install prometheus-client",
             setting="metrics",
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -66,5 +66,5 @@ def test_an_address_of_another_machine() -> None:
 def test_the_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without prometheus-client the sentence says what to install."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(BadRequest, match=r"pip install 'weight-broker\[metrics\]'"):
+    with pytest.raises(BadRequest, match="not installed: pip install prometheus-client"):
         listen("127.0.0.1:0")
