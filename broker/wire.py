@@ -108,12 +108,19 @@ class FileStamp(Message, array_like=True, frozen=True):
     """What the kernel says of one file, and BLAKE3 of its header (of all of a small file)."""
 
     name: str
+    """Below the checkpoint's folder."""
     device: int
+    """`st_dev` of stat(2)."""
     inode: int
+    """`st_ino`."""
     size: int
+    """Bytes."""
     mtime_ns: int
+    """Time of the last change of its bytes, in nanoseconds since 1970."""
     ctime_ns: int
+    """Time of the last change of its inode, in the same unit."""
     header_digest: str
+    """64 hex digits."""
 
 
 class Conversion(Message, array_like=True, frozen=True):
@@ -132,14 +139,15 @@ class Source(Message, frozen=True, omit_defaults=True):
     """A checkpoint an engine can show the folder of. The broker itself never opens it."""
 
     path: str
-    """As the engine sees it; for messages only."""
+    """As the engine sees it; for sentences only."""
     only: str | None
-    """The one file meant, or None for the whole folder."""
+    """The one file meant, or nil for the whole folder."""
     files: list[FileStamp]
+    """The index if there is one, then the weight files by name."""
     fingerprint: str
     """Equal for checkpoints that may have equal bytes: sizes and headers, no names, no times."""
     conversion: Conversion | None = None
-    """None: every tensor as it is stored."""
+    """Nil: every tensor as it is stored."""
 
     @property
     def identity(self) -> SourceIdentity:
@@ -155,16 +163,24 @@ class SourceIdentity(Message, array_like=True, frozen=True):
 
 
 class Demand(Message, frozen=True):
-    """What an engine asks for; `None` leaves a field open. Checked against the set's key."""
+    """What an engine asks for; nil leaves a field open. Checked against the set's key."""
 
     device: str
+    """UUID of one of the devices in `hello`'s answer."""
     name: str | None = None
+    """Of a line: its newest generation."""
     checkpoint: str | None = None
+    """Content identity."""
     dtype: str | None = None
+    """As `WeightKey.dtype`, and so on."""
     layout: dict[str, int] | None = None
+    """Equal to the set's, whole."""
     format: str | None = None
+    """Who laid the tensors out."""
     quantization: str | None = None
+    """The method's name."""
     generation: str | None = None
+    """A label of the line."""
     set: int | None = None
     """This very set of this epoch: for an engine that comes back to what it had mapped."""
 
@@ -173,15 +189,18 @@ class Demand(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    pass
+    """Does the broker answer?"""
 
 
 class Status(Message, frozen=True):
-    pass
+    """What is on the broker's books."""
 
 
 class Shutdown(Message, frozen=True):
+    """End in order."""
+
     force: bool = False
+    """Also while leases are held."""
 
 
 class Upgrade(Message, frozen=True):
@@ -189,8 +208,12 @@ class Upgrade(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
+    """Tie this conversation to a session; the first request on it."""
+
     token: bytes
+    """From `welcome`."""
     protocol: int
+    """`PROTOCOL`."""
     platform: str
     """"cuda", "rocm" or "simulated": must be the broker's; or `NO_PLATFORM`."""
     label: str = ""
@@ -198,19 +221,27 @@ class Hello(Message, frozen=True):
 
 
 class Acquire(Message, frozen=True):
+    """A lease on a set that is there; if it is not and a source is given: load it, and wait."""
+
     lease: str
+    """The lease's id, made up by the engine; one that this session does not use already."""
     demand: Demand
+    """What it must be."""
     source: Source | None = None
+    """The checkpoint, if it may have to be loaded."""
 
 
 class Claim(Message, frozen=True):
     """A lease if the set is there, else the right to write it, else wait for who writes it."""
 
     lease: str
+    """The id of what comes of it, lease or claim."""
     key: WeightKey
+    """What will be written; `checkpoint` may be empty."""
     willing: bool = True
     """If another holds the claim and dies, this request may inherit it."""
     generation: str | None = None
+    """A label; nil: the next number."""
     fresh: bool = False
     """Never a lease and no waiting: a generation of its own, or `busy`."""
 
@@ -223,7 +254,9 @@ class Load(Message, frozen=True):
     """
 
     lease: str
+    """The lease's id."""
     key: WeightKey
+    """What the code will make."""
     description: str
     """For messages and the log: what the code calls itself."""
     seconds: float
@@ -234,45 +267,68 @@ class Resolve(Message, frozen=True):
     """A loader found out whose bytes it is about to load: are they resident already?"""
 
     claim: str
+    """The claim's id."""
     checkpoint: str
+    """Content identity."""
     files: list[FileStamp]
+    """Stamps that lead to these bytes."""
 
 
 class Reserve(Message, frozen=True):
     """The manifest's descriptor has gone before, on the session socket, under this request's id."""
 
     claim: str
+    """The claim's id."""
     nbytes: int
+    """Bytes that the manifest needs."""
     tensors: int
+    """How many it has."""
     dtype: str
+    """For the set's key."""
     quantization: str = ""
+    """For the set's key."""
 
 
 class Seal(Message, frozen=True):
     claim: str
+    """The claim's id."""
     checkpoint: str
+    """Content identity of what was written; \"\": what the claim's key says."""
     files: list[FileStamp] = []
+    """Stamps that lead to these bytes."""
     keep: bool = False
     """The claim becomes a lease of the same id at once, so that nothing can evict the set first."""
 
 
 class Abandon(Message, frozen=True):
-    """`status` and `payload` are an error as errors.py writes it; the waiters get it."""
+    """Give up. The error is what the waiters get, unless one of them takes the claim over."""
 
     claim: str
+    """The claim's id."""
     status: str
+    """The error's word."""
     payload: str
+    """Its text, as in a reply."""
 
 
 class Report(Message, frozen=True):
+    """How far a writer is: passed on as `progress` to who waits, at most four times a second."""
+
     claim: str
+    """The claim's id."""
     stage: str
+    """What it is doing, for people."""
     done: int
+    """Bytes."""
     total: int
+    """Bytes; 0: not known."""
 
 
 class Release(Message, frozen=True):
+    """Give a lease back, after the memory was unmapped."""
+
     lease: str
+    """The lease's id."""
 
 
 class Cancel(Message, frozen=True):
@@ -282,6 +338,8 @@ class Cancel(Message, frozen=True):
 
 
 class Evict(Message, frozen=True):
+    """Forget sets as soon as nobody leases them."""
+
     set: str
     """A set's id as `status` prints it ("7"), its name, or its checkpoint identity."""
 
@@ -290,20 +348,28 @@ class Pin(Message, frozen=True):
     """Keep these sets although nobody leases them and memory is needed."""
 
     set: str
+    """As of `evict`."""
 
 
 class Unpin(Message, frozen=True):
+    """The opposite of `pin`."""
+
     set: str
+    """As of `evict`."""
 
 
 class Watch(Message, frozen=True):
     """Send this session's conversation events about the lines of this name; "" about all."""
 
     name: str
+    """Of the lines."""
 
 
 class Unwatch(Message, frozen=True):
+    """No more events about this name."""
+
     name: str
+    """As of `watch`."""
 
 
 REQUESTS: dict[str, type[Message]] = {
@@ -337,28 +403,44 @@ SESSIONLESS = frozenset({"ping", "status"})
 
 
 class Pong(Message, frozen=True):
+    """The broker's loop turns."""
+
     protocol: int
+    """`PROTOCOL` of the broker."""
     epoch: str
+    """As in `welcome`."""
     pid: int
+    """The server's."""
     loop_age_ms: float
     """Milliseconds since the loop's last turn began."""
 
 
 class Welcomed(Message, frozen=True):
+    """The conversation is the session's."""
+
     session: int
+    """Its number, as `status` shows it."""
     epoch: str
+    """Must be that of `welcome`."""
     devices: list[str]
+    """UUIDs."""
 
 
 class Granted(Message, frozen=True, tag_field="right", tag="lease"):
     """A lease. The descriptors come with `attach` on the session socket."""
 
     lease: str
+    """The id that was asked for."""
     set: int
+    """The set's number in this epoch."""
     key: WeightKey
+    """What the set is."""
     generation: str | None
+    """Its label, or nil: the set is of no line."""
     nbytes: int
+    """Bytes of the slab."""
     tensors: int
+    """How many it has."""
     how: str
     """"resident" (it was there), "loaded" (this request caused the load), "shared" (waited for
     another's), "hashed" (the bytes were read, found to be resident, and not loaded again) or
@@ -369,22 +451,34 @@ class Claimed(Message, frozen=True, tag_field="right", tag="claim"):
     """The right to write: `reserve`, fill, `seal` or `abandon`, all under this claim's id."""
 
     claim: str
+    """The id that was asked for."""
 
 
 class Resolved(Message, frozen=True):
+    """Whether the bytes have to be loaded."""
+
     resident: bool
     """True: the bytes are here already, everybody was served, the claim is over."""
 
 
 class Reserved(Message, frozen=True):
+    """The slab is there: `attach` delivers it, writable."""
+
     claim: str
+    """The claim's id."""
     nbytes: int
+    """Bytes of the slab, at least those asked for."""
 
 
 class Sealed(Message, frozen=True):
+    """The set is complete and immutable; the claim is over."""
+
     set: int
+    """The set's number."""
     checkpoint: str
+    """Its content identity."""
     generation: str | None
+    """Its label, or nil."""
     resident: bool
     """True: another set held the same bytes already; this slab was discarded for that one."""
     granted: Granted | None = None
@@ -392,40 +486,60 @@ class Sealed(Message, frozen=True):
 
 
 class Done(Message, frozen=True):
-    pass
+    """It is done."""
 
 
 class Pinned(Message, frozen=True, omit_defaults=True):
+    """Which sets were meant."""
+
     sets: list[int]
+    """Their numbers."""
     kept: list[int] = []
     """Of these, sets that `pin` has saved: they were to go with their last lease."""
 
 
 class Evicted(Message, frozen=True):
+    """Which sets were meant."""
+
     sets: list[int]
+    """Their numbers."""
     draining: list[int]
     """Of these, sets still leased: freed when their last lease ends."""
 
 
 class Progress(Message, frozen=True):
+    """How far the load is that a request waits for."""
+
     stage: str
+    """What is being done, for people."""
     done: int
+    """Bytes."""
     total: int
+    """Bytes; 0: not known."""
 
 
 class StatusReport(Message, frozen=True):
     """Everything on the books, for people and monitoring."""
 
     broker: dict[str, Any]
+    """Name, version, pids, times, what to look at."""
     devices: dict[str, Any]
+    """By UUID: the books of each device's bytes."""
     sets: list[Any]
+    """Weight sets."""
     sessions: list[Any]
+    """Processes with a session."""
     counters: dict[str, int]
+    """What happened since the server started."""
 
 
 class Event(Message, frozen=True):
+    """Something happened that the session watches. Hints: one that does not read misses some."""
+
     event: str
+    """Which."""
     detail: dict[str, Any] = {}
+    """What about."""
 
 
 # --- session packets --------------------------------------------------------------------------
@@ -439,17 +553,24 @@ class Welcome(SessionMessage, tag="welcome", frozen=True):
     """Broker to engine, first packet."""
 
     session: int
+    """The session's number."""
     token: bytes
+    """For `hello`; secret."""
     epoch: str
+    """Of this broker; another one after its end."""
     protocol: int = PROTOCOL
+    """`PROTOCOL` of the broker."""
 
 
 class Refused(SessionMessage, tag="refused", frozen=True):
-    """Broker to engine instead of `Welcome` or `Attached`: an error as errors.py writes it."""
+    """Broker to engine instead of `welcome` or `attached`: an error."""
 
     lease: str
+    """Of the `attach`; \"\": of another packet, or there is no session."""
     status: str
+    """The error's word."""
     payload: str
+    """Its text, as in a reply."""
 
 
 CANARY = "canary:"
@@ -460,14 +581,18 @@ class Attach(SessionMessage, tag="attach", frozen=True):
     """Engine to broker: deliver the descriptors of a granted lease, or of a claim's slab."""
 
     lease: str
+    """The id of a lease or claim of this session."""
 
 
 class Attached(SessionMessage, tag="attached", frozen=True):
     """Broker to engine, with the slab's descriptor and, for a lease, the manifest's."""
 
     lease: str
+    """As of the `attach`."""
     nbytes: int
+    """Bytes of the slab."""
     epoch: str
+    """As in `welcome`."""
     seed: str = ""
     """Of a canary: what its pattern is made of."""
 
@@ -475,12 +600,14 @@ class Attached(SessionMessage, tag="attached", frozen=True):
 class Deliver(SessionMessage, tag="deliver", frozen=True):
     """Engine to broker, with one descriptor that the request of this id is about.
 
-    `what` is "source" (an `acquire`: the checkpoint's folder), "manifest" (a `reserve`) or "code"
-    (a `load`).
+    If the same is delivered twice, the latest counts.
     """
 
     request: bytes
+    """The request's id: the first frame of its envelope."""
     what: str
+    """"source" (an `acquire`: the checkpoint's folder), "manifest" (a `reserve`) or "code" (a
+    `load`)."""
 
 
 class Leave(SessionMessage, tag="leave", frozen=True):
