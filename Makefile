@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: venv headers example test check format faults fuzz soak clean
+.PHONY: venv headers example test check format faults fuzz soak bench clean
 
 venv: $(STAMP)
 
@@ -38,6 +38,12 @@ fuzz: venv
 # Half an hour of ordinary life; SOAK_SECONDS=300 make soak is shorter.
 soak: venv
 	$(BIN)/python -m tests.campaign.soak
+
+# Everything beside what it replaces: under 20 minutes on 2 cores with nothing else to do. Tables,
+# plots and docs/performance.md are written. `make bench BENCH="--quick"` only tries whether it runs.
+bench: venv
+	$(BIN)/python -m pip install --quiet --editable ".[bench]"
+	$(BIN)/python -m benchmarks.run $(BENCH)
 
 check: venv
 	$(BIN)/ruff format --check .

@@ -100,11 +100,11 @@ def _compare(count: int, rounds: int, vllm: str | None) -> Runs:
         _load(directory, checkpoint)
 
         def worker(kind: str, address: str, python: str = sys.executable) -> Worker:
-            arguments = (kind, str(checkpoint), str(count), str(nbytes), address)
+            arguments = (kind, str(checkpoint), address)
             return opened.enter_context(Worker(MODULE, *arguments, python=python))
 
         def given(kind: str, python: str = sys.executable) -> str:
-            return opened.enter_context(giver(kind, count, nbytes, directory / kind, python))
+            return opened.enter_context(giver(kind, checkpoint, directory / kind, python))
 
         ours = worker("ours", str(directory))
         cases = {OURS: _attach(ours), LAZY: _attach(ours, bind=False)}
@@ -133,7 +133,9 @@ def _table(count: int, runs: Runs) -> Table:
         ["", "ms", "x of weight broker", "until mapped, ms", "binding, ms"],
     )
     ours = {True: total(runs[OURS]).median, False: total(runs[LAZY]).median}
-    rows = [(name, times, ()) for name, times in runs.items()]
+    rows: list[tuple[str, list[Times], tuple[str, ...]]] = [
+        (name, times, ()) for name, times in runs.items()
+    ]
     rows.insert(1, (f"{OURS}, bytes touched", runs[OURS], ("aside: touch",)))
     rows.append((f"{FILE}, bytes touched", runs[FILE], ("touch",)))
     for name, times, also in rows:
@@ -182,7 +184,7 @@ def _by_size(count: int, sizes: tuple[int, ...], rounds: int) -> dict[int, list[
         for size in sizes:
             checkpoint = write_checkpoint(directory / str(size), equal_tensors(count, size))
             _load(directory, checkpoint)
-            arguments = ("ours", str(checkpoint), str(count), str(size), str(directory))
+            arguments = ("ours", str(checkpoint), str(directory))
             cases[size] = _attach(opened.enter_context(Worker(MODULE, *arguments)))
         runs = take_turns({str(size): case for size, case in cases.items()}, rounds)
     return {int(size): times for size, times in runs.items()}

@@ -1,13 +1,15 @@
 """The ways to attach that attach.py compares: the engine's side of each, and who gives.
 
-`python -m benchmarks.attach_methods worker METHOD CHECKPOINT TENSORS BYTES ADDRESS` is an engine,
-`… giver KIND TENSORS BYTES ADDRESS` holds the tensors that the baselines are handed.
+`python -m benchmarks.attach_methods worker METHOD CHECKPOINT ADDRESS` is an engine, `… once …` one
+that attaches once and ends, `… giver KIND CHECKPOINT ADDRESS` holds the tensors that the baselines
+are handed.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import pickle
 import socket
 import subprocess
@@ -21,7 +23,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.checkpoints import Described, equal_tensors
 from benchmarks.common import MIB
 from benchmarks.processes import ROOT, work
 from engine_client import Checkpoint, EngineClient
@@ -31,19 +32,35 @@ if TYPE_CHECKING:
 
 MODULE = "benchmarks.attach_methods"
 LAZY_ACCESSES = 1000
+_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "I64": "int64"}
 Times = dict[str, float]
 
 
 # --- what methods share --------------------------------------------------------------------------
 
 
-def module_of(names: Mapping[str, tuple[int, ...]]) -> torch.nn.Module:
-    """A module with these parameters in float16, on meta."""
+Stored = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Of a checkpoint: dtype and shape of each tensor."""
+
+
+def stored_in(checkpoint: str) -> Stored:
+    """What the headers of a checkpoint's files say."""
+    stored: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for path in sorted(Path(checkpoint).glob("*.safetensors")):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        header.pop("__metadata__", None)
+        stored |= {name: (_DTYPES[t["dtype"]], tuple(t["shape"])) for name, t in header.items()}
+    return stored
+
+
+def module_of(stored: Stored) -> torch.nn.Module:
+    """A module with these parameters, on meta."""
     import torch
     from torch.nn import Module, Parameter
 
     root = Module()
-    for name, shape in names.items():
+    for name, (dtype, shape) in stored.items():
         *path, last = name.split(".")
         at = root
         for part in path:
@@ -52,7 +69,7 @@ def module_of(names: Mapping[str, tuple[int, ...]]) -> torch.nn.Module:
                 child = Module()
                 at.add_module(part, child)
             at = child
-        empty = torch.empty(shape, dtype=torch.float16, device="meta")
+        empty = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         at.register_parameter(last, Parameter(empty, requires_grad=False))
     return root
 
@@ -82,20 +99,20 @@ def timed(times: Times, what: str) -> Iterator[None]:
     times[what] = time.perf_counter() - began
 
 
-# --- methods: each `attach` gives seconds by part, of which all but "aside" count ------------------
+# --- methods: each `attach` gives seconds by part, of which all but "aside" count -----------------
 
 
 class Method:
     """One way for an engine to get at weights that are there."""
 
-    def __init__(self, checkpoint: str, count: int, nbytes: int, address: str) -> None:
+    def __init__(self, checkpoint: str, address: str) -> None:
         self.checkpoint = checkpoint
-        self.names = {name: tuple(shape) for name, _, shape in equal_tensors(count, nbytes)}
+        self.stored = stored_in(checkpoint)
         self.address = address
 
     def attach(self, *, bind: bool) -> Times:
         """Once, from nothing to nothing left."""
-        module = module_of(self.names) if bind else None
+        module = module_of(self.stored) if bind else None
         gc.collect()
         times: Times = {}
         kept = self._attach(times, module)
@@ -122,7 +139,7 @@ class Ours(Method):
             with timed(times, "bind"):
                 weights.bind(module)
             return {"weights": weights, "module": module}
-        names = list(self.names)[:LAZY_ACCESSES]
+        names = list(self.stored)[:LAZY_ACCESSES]
         with timed(times, "aside: first access"):
             tensors = [weights[name] for name in names]
         times["aside: first access"] /= len(names)
@@ -145,7 +162,7 @@ class Handles(Method):
         super().__init__(*arguments)
         import torch.multiprocessing as shared
 
-        shared.set_sharing_strategy("file_system")
+        shared.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
         self._giver: Connection = Client(self.address, "AF_UNIX")
 
     def _attach(self, times: Times, module: torch.nn.Module | None) -> Any:
@@ -165,7 +182,9 @@ class File(Method):
         from safetensors.torch import load_file
 
         with timed(times, "map"):
-            tensors = load_file(Path(self.checkpoint) / "model.safetensors")
+            tensors: dict[str, torch.Tensor] = {}
+            for path in sorted(Path(self.checkpoint).glob("*.safetensors")):
+                tensors |= load_file(path)
         with timed(times, "touch"):
             self._touch(tensors)
         if module is not None:
@@ -206,26 +225,31 @@ class Vllm(Method):
 METHODS: dict[str, type[Method]] = {"ours": Ours, "handles": Handles, "file": File, "vllm": Vllm}
 
 
-def be_worker(kind: str, checkpoint: str, count: str, nbytes: str, address: str) -> None:
+def be_worker(kind: str, checkpoint: str, address: str) -> None:
     """Import what the method needs, then do what is asked."""
     import torch  # noqa: F401 - imported before anything is timed
 
-    method = METHODS[kind](checkpoint, int(count), int(nbytes), address)
+    method = METHODS[kind](checkpoint, address)
     work({"attach": lambda bind: method.attach(bind=bind)})
+
+
+def attach_once(kind: str, checkpoint: str, address: str) -> None:
+    """A whole engine's life, as far as weights are concerned; says how long they took."""
+    print(json.dumps(METHODS[kind](checkpoint, address).attach(bind=True)))
 
 
 # --- givers --------------------------------------------------------------------------------------
 
 
-def be_giver(kind: str, count: str, nbytes: str, address: str) -> None:
-    """Hold the tensors in shared memory and hand them out at `address`."""
-    names = equal_tensors(int(count), int(nbytes))
+def be_giver(kind: str, checkpoint: str, address: str) -> None:
+    """Hold the checkpoint's tensors in shared memory and hand them out at `address`."""
+    stored = stored_in(checkpoint)
     if kind == "vllm":
-        give_as_vllm(names, address)
+        give_as_vllm(stored, address)
     import torch.multiprocessing as shared
 
-    shared.set_sharing_strategy("file_system")
-    tensors = shared_tensors(names, one_storage=kind == "views")
+    shared.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    tensors = shared_tensors(stored, one_storage=kind == "views")
     with Listener(address, "AF_UNIX") as listener:
         print("ready", flush=True)
         with listener.accept() as connection:
@@ -237,27 +261,35 @@ def be_giver(kind: str, count: str, nbytes: str, address: str) -> None:
                 connection.send_bytes(ForkingPickler.dumps(tensors))
 
 
-def shared_tensors(names: list[Described], *, one_storage: bool) -> dict[str, torch.Tensor]:
+def shared_tensors(stored: Stored, *, one_storage: bool) -> dict[str, torch.Tensor]:
+    """Ones, with a storage each or as views of one; all of one dtype and shape then."""
     import torch
 
     if not one_storage:
-        made = {name: torch.ones(shape, dtype=torch.float16) for name, _, shape in names}
+        made = ones(stored)
         for tensor in made.values():
-            tensor.share_memory_()
+            tensor.share_memory_()  # type: ignore[no-untyped-call]
         return made
-    shape = names[0][2]
-    rows, columns = shape
-    whole = torch.ones((len(names) * rows, columns), dtype=torch.float16).share_memory_()
-    return {names[at][0]: whole[at * rows : (at + 1) * rows] for at in range(len(names))}
+    (dtype, shape), *_ = stored.values()
+    whole = torch.ones((len(stored), *shape), dtype=getattr(torch, dtype))
+    whole.share_memory_()  # type: ignore[no-untyped-call]
+    return dict(zip(stored, whole.unbind(), strict=True))
 
 
-def give_as_vllm(names: list[Described], address: str) -> None:
+def ones(stored: Stored) -> dict[str, torch.Tensor]:
     import torch
+
+    return {
+        name: torch.ones(shape, dtype=getattr(torch, dtype))
+        for name, (dtype, shape) in stored.items()
+    }
+
+
+def give_as_vllm(stored: Stored, address: str) -> None:
     from vllm.model_executor.model_loader.weight_cache import daemon, protocol
 
-    module = module_of({name: tuple(shape) for name, _, shape in names})
-    ones = {name: torch.ones(shape, dtype=torch.float16) for name, _, shape in names}
-    bind_plainly(module, ones)
+    module = module_of(stored)
+    bind_plainly(module, ones(stored))
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
@@ -270,9 +302,9 @@ def give_as_vllm(names: list[Described], address: str) -> None:
 
 
 @contextmanager
-def giver(kind: str, count: int, nbytes: int, address: Path, python: str) -> Iterator[str]:
+def giver(kind: str, checkpoint: Path, address: Path, python: str) -> Iterator[str]:
     """A giver process: the address to ask it at."""
-    process = _started(kind, count, nbytes, address, python)
+    process = _started(kind, checkpoint, address, python)
     try:
         yield str(address)
     finally:
@@ -281,9 +313,9 @@ def giver(kind: str, count: int, nbytes: int, address: Path, python: str) -> Ite
         process.stdout.close()
 
 
-def _started(kind: str, count: int, nbytes: int, address: Path, python: str) -> Any:
+def _started(kind: str, checkpoint: Path, address: Path, python: str) -> Any:
     process = subprocess.Popen(
-        [python, "-m", MODULE, "giver", kind, str(count), str(nbytes), str(address)],
+        [python, "-m", MODULE, "giver", kind, str(checkpoint), str(address)],
         stdout=subprocess.PIPE,
         cwd=ROOT,
     )
@@ -295,4 +327,4 @@ def _started(kind: str, count: int, nbytes: int, address: Path, python: str) -> 
 
 
 if __name__ == "__main__":
-    {"worker": be_worker, "giver": be_giver}[sys.argv[1]](*sys.argv[2:])
+    {"worker": be_worker, "once": attach_once, "giver": be_giver}[sys.argv[1]](*sys.argv[2:])

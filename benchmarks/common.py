@@ -30,7 +30,8 @@ def take_turns(
 ) -> dict[str, list[T]]:
     """Run every case once a round, each round beginning with another one; the warm-ups are dropped.
 
-    What disturbs the machine for a while disturbs all cases alike, and none always follows the same.
+    What disturbs the machine for a while disturbs all cases alike, and none always comes after the
+    same other.
     """
     results: dict[str, list[T]] = {name: [] for name in cases}
     names = list(cases)

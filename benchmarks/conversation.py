@@ -11,7 +11,6 @@ from __future__ import annotations
 import array
 import itertools
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -35,58 +34,22 @@ from benchmarks.common import (
     take_turns,
 )
 from benchmarks.processes import ROOT, Broker, Worker, cpu_seconds, folder, work
-from broker import wire
+from benchmarks.talkers import REQUEST_ID, Talker, cycle_requests
 from broker.checkpoints.describe import describe_source
 from broker.checkpoints.files import open_checkpoint
-from broker.packets import receive_packet
 from engine_client import Checkpoint, EngineClient
 
 MODULE = "benchmarks.conversation"
 CLIENTS = (1, 8, 64)
 PROCESSES = 8
-REQUEST_ID = b"12345678"
-"""Of as many bytes as the engines' own; each request gets the next number instead, as a repeated
-one would be answered from memory."""
-ANSWERED = 3
-"""Of a cycle's four messages."""
 PING = [[REQUEST_ID, b"", b"ping", b""]]
 
 
 # --- the other half: clients ---------------------------------------------------------------------
 
 
-class Talker:
-    """One client: a DEALER and, with the broker, a session."""
-
-    def __init__(self, context: zmq.Context[Any], address: str, directory: str) -> None:
-        self.dealer = context.socket(zmq.DEALER)
-        self.dealer.set(zmq.LINGER, 0)
-        self.dealer.connect(f"ipc://{address}")
-        self.session = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        if directory:
-            self.session.connect(f"{directory}/default.session")
-            self._say_hello()
-
-    def _say_hello(self) -> None:
-        welcome = wire.decode_to_engine(self.receive_packet()[0])
-        assert isinstance(welcome, wire.Welcome)  # noqa: S101 - nothing else comes first
-        hello = wire.Hello(welcome.token, wire.PROTOCOL, "simulated")
-        self.dealer.send_multipart([REQUEST_ID, b"", b"hello", wire.encode(hello)])
-        self.receive()
-
-    def receive(self) -> list[bytes]:
-        reply: list[bytes] = self.dealer.recv_multipart()
-        if reply[-2] != b"ok":
-            raise RuntimeError(f"refused: {reply}")
-        return reply
-
-    def receive_packet(self) -> tuple[bytes, list[int]]:
-        packet, descriptors, _cut = receive_packet(self.session, wire.MAX_SESSION_PACKET_BYTES)
-        return packet, descriptors
-
-
 class Talking:
-    """What a worker process is told: first to connect, then to talk for a while, again and again."""
+    """What a worker process is told: to connect, then to talk for a while, again and again."""
 
     def __init__(self) -> None:
         self._context = zmq.Context()
@@ -128,7 +91,7 @@ class Talking:
             while time.perf_counter() < until:
                 number = self._next_id()
                 for talker in self._talkers:
-                    _deliver(talker, opened.folder, number)
+                    talker.deliver(opened.folder, number)
                 self._exchange(acquire, took, number)
                 self._attach(took)
                 self._exchange(release, took)
@@ -138,28 +101,10 @@ class Talking:
         began = []
         for talker in self._talkers:
             began.append(time.perf_counter())
-            talker.session.send(wire.encode(wire.Attach("1")))
+            talker.ask_attach()
         for talker, at in zip(self._talkers, began, strict=True):
-            _packet, descriptors = talker.receive_packet()
+            talker.take_attached()
             took.append(time.perf_counter() - at)
-            for descriptor in descriptors:
-                os.close(descriptor)
-
-
-def _deliver(talker: Talker, descriptor: int, request: bytes = REQUEST_ID) -> None:
-    rights = array.array("i", [descriptor]).tobytes()
-    packet = wire.encode(wire.Deliver(request, "source"))
-    talker.session.sendmsg([packet], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-
-
-def cycle_requests(source: wire.Source) -> list[list[bytes]]:
-    """The three requests of a cycle; `attach` as if it went through the conversation."""
-    acquire = wire.Acquire("1", wire.Demand("SIM-0"), source)
-    return [
-        [REQUEST_ID, b"", b"acquire", wire.encode(acquire)],
-        [REQUEST_ID, b"", b"attach", wire.encode(wire.Attach("1"))],
-        [REQUEST_ID, b"", b"release", wire.encode(wire.Release("1"))],
-    ]
 
 
 # --- the baseline --------------------------------------------------------------------------------
@@ -212,7 +157,7 @@ class Side:
             )
 
     def run(self, command: str, **arguments: Any) -> dict[str, float]:
-        """Answers a second, 99th percentile in seconds, the server's processor seconds an answer."""
+        """Answers a second, 99th percentile in seconds, the server's processor time for each."""
         cpu = cpu_seconds(self.pid)
         began = time.perf_counter()
         for worker in self._workers:
@@ -248,19 +193,15 @@ def _answer_sizes(directory: Path, checkpoint: Path) -> dict[str, int]:
     talker = Talker(zmq.Context(), f"{directory}/default.zmq", str(directory))
     with open_checkpoint(str(checkpoint)) as opened:
         acquire, _, release = cycle_requests(describe_source(opened, None))
-        _deliver(talker, opened.folder)
+        talker.deliver(opened.folder)
     sizes = {}
     for word, request in (("ping", PING[0]), ("acquire", acquire), ("release", release)):
         talker.dealer.send_multipart(request)
         sizes[word] = len(talker.receive()[-1])
         if word == "acquire":
-            talker.session.send(wire.encode(wire.Attach("1")))
-            packet, descriptors = talker.receive_packet()
-            sizes["attach"] = len(packet)
-            for descriptor in descriptors:
-                os.close(descriptor)
-    talker.dealer.close()
-    talker.session.close()
+            talker.ask_attach()
+            sizes["attach"] = talker.take_attached()
+    talker.close()
     return sizes
 
 
@@ -303,7 +244,9 @@ def _tell(result: Result, runs: dict[int, dict[str, list[dict[str, float]]]]) ->
             ours, theirs = cases[what], cases[f"echo of {what}s"]
             ratios = {}
             for name, side in ((what, ours), (f"echo of {what}s", theirs)):
-                rate, p99, cpu = (spread([run[key] for run in side]) for key in ("rate", "p99", "cpu"))
+                rate, p99, cpu = (
+                    spread([run[key] for run in side]) for key in ("rate", "p99", "cpu")
+                )
                 ratios = {
                     key: spread([a[key] / b[key] for a, b in zip(side, theirs, strict=True)])
                     for key in ("rate", "p99")
@@ -321,7 +264,9 @@ def _tell(result: Result, runs: dict[int, dict[str, list[dict[str, float]]]]) ->
                         at_least(bound, ratios["rate"].median, f"{what}, {clients} clients: rate"),
                         at_most(1.3, ratios["p99"].median, f"{what}, {clients} clients: 99 %"),
                     ]
-        result.figures[str(clients)] = {name: spread([run["rate"] for run in side]).median for name, side in cases.items()}
+        result.figures[str(clients)] = {
+            name: spread([run["rate"] for run in side]).median for name, side in cases.items()
+        }
     table.notes.append(
         "Ratios are medians of the rounds' ratios. The server's processor time is of all its "
         "threads, libzmq's included; the keeper's is not in it."

@@ -1,4 +1,4 @@
-"""Processes that are measured: brokers, workers that do what they are told, what the kernel says."""
+"""Processes that are measured: brokers, workers that do as they are told, the kernel's word."""
 
 from __future__ import annotations
 
