@@ -85,11 +85,17 @@ class TensorGroup(msgspec.Struct, forbid_unknown_fields=True):
     """
 
     dtype: str
+    """A name of `ITEM_BYTES`."""
     shape: list[int]
+    """Elements of each dimension."""
     stride: list[int]
+    """Elements from one index of a dimension to the next."""
     kind: str
+    """A word of `KINDS`."""
     names: list[str]
+    """One for each tensor."""
     offsets: list[int]
+    """Bytes from the slab's beginning to each tensor's first element."""
 
 
 class AliasGroup(msgspec.Struct, forbid_unknown_fields=True):
@@ -99,8 +105,11 @@ class AliasGroup(msgspec.Struct, forbid_unknown_fields=True):
     """
 
     names: list[str]
+    """Tensors of the groups."""
     offset: int
+    """Bytes from the slab's beginning to the storage's."""
     nbytes: int
+    """Bytes of the storage."""
 
 
 class Manifest(msgspec.Struct, forbid_unknown_fields=True):
@@ -109,9 +118,13 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True):
     nbytes: int
     """Bytes of the slab, padding included."""
     groups: list[TensorGroup]
+    """All tensors; each name is there once."""
     aliases: list[AliasGroup] = []
+    """Storages that several tensors share."""
     metadata: dict[str, Any] = {}
+    """What the publisher gave along."""
     version: int = MANIFEST_VERSION
+    """Of this format."""
 
     @property
     def tensor_count(self) -> int:

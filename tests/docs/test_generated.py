@@ -1,0 +1,78 @@
+"""Pages say what the code says: generated parts, errors, reasons, answers."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from broker import wire
+from broker.metrics.causes import REASONS
+from scripts.docs import errors, messages
+from scripts.docs.pages import DOCS, PARTS, filled, outdated, pages
+
+ROOT = DOCS.parent
+ERRORS = (DOCS / "reference" / "errors.md").read_text()
+WIRE = (DOCS / "reference" / "wire.md").read_text()
+
+
+def sections(text: str) -> dict[str, str]:
+    """A page's sections of the second level by their titles."""
+    found = re.split(r"^## (.*)\n", text, flags=re.MULTILINE)[1:]
+    return dict(zip(found[::2], found[1::2], strict=True))
+
+
+def test_generated_parts_are_up_to_date() -> None:
+    """No page differs from what the code gives, and every part has its page."""
+    assert outdated() == []
+    used = re.findall(r"<!-- generated: (\w+) -->", "".join(page.read_text() for page in pages()))
+    assert sorted(used) == sorted(PARTS)
+
+
+def test_an_outdated_part_is_noticed() -> None:
+    """A page whose part says something else is not what it would be filled with."""
+    changed = ERRORS.replace("| 13 |", "| 14 |")
+    assert changed != ERRORS
+    assert filled(changed) == ERRORS
+
+
+def test_every_error_has_a_cause_and_a_cure() -> None:
+    """reference/errors.md has each class once, in the order of the source, with both."""
+    found = sections(ERRORS)
+    assert list(found) == [error.__name__ for error in errors.classes()]
+    for name, text in found.items():
+        assert len(re.findall(r"^\*\*Cause\.\*\* ", text, re.MULTILINE)) == 1, name
+        assert len(re.findall(r"^\*\*Cure\.\*\* ", text, re.MULTILINE)) == 1, name
+
+
+def test_every_reason_of_a_failed_load_is_explained() -> None:
+    """The table of reasons is the code's, each with cause and cure."""
+    rows = re.findall(r"^\| `([\w-]+)` \| (.+) \| (.+) \|$", sections(ERRORS)["LoadFailed"], re.M)
+    assert sorted(reason for reason, _cause, _cure in rows) == sorted(REASONS)
+
+
+def test_every_field_of_the_wire_is_explained() -> None:
+    """No row of the wire page's tables of fields lacks its text."""
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \| (.*) \|$", WIRE, re.MULTILINE)
+    assert len(rows) > 100
+    assert [field for field, _kind, _default, text in rows if not text.strip()] == []
+
+
+def test_answers() -> None:
+    """What the page says an operation is answered with is what our client decodes."""
+    decoded = dict(answers_of_the_client())
+    assert len(decoded) >= 14
+    for operation, struct in decoded.items():
+        assert struct in {each.__name__ for each in messages.ANSWERS[operation]}, operation
+    assert list(messages.ANSWERS) == list(wire.REQUESTS)
+
+
+def answers_of_the_client() -> Iterator[tuple[str, str]]:
+    """Operation and struct of each `call("operation", message, wire.Struct, …)`."""
+    for source in (ROOT / "engine_client").glob("*.py"):
+        for node in ast.walk(ast.parse(source.read_text())):
+            match node:
+                case ast.Call(
+                    args=[ast.Constant(str(operation)), _, ast.Attribute(ast.Name("wire"), struct)]
+                ):
+                    yield operation, struct
