@@ -599,6 +599,32 @@ def test_building_keeps_ties_classes_and_attributes() -> None:
     assert (first.is_meta, first.requires_grad) == (True, False)
 
 
+def test_parameters_may_stay_the_objects_they_are() -> None:
+    """For code that goes on with one that it has registered; values of others stay theirs."""
+
+    class Careless(nn.Module):
+        weight: LoadedParameter
+
+        def __init__(self) -> None:
+            super().__init__()
+            weight = LoadedParameter(torch.ones(3, 2))
+            self.register_parameter("weight", weight)
+            weight.weight_loader = len
+            seen = LoadedParameter(torch.ones(4))
+            self.reference = weakref.ref(seen)  # forbids the exchange
+            self.seen = seen
+
+    with parameters_on_meta(same_objects=True):
+        module = Careless()
+    assert module.weight.is_meta
+    assert module.weight.shape == (3, 2)
+    assert module.weight.weight_loader is len
+    assert module.seen.is_meta
+    assert type(module.seen) is LoadedParameter
+    with parameters_on_meta():
+        assert not hasattr(Careless().weight, "weight_loader")
+
+
 def test_building_may_be_nested_and_may_fail() -> None:
     """After an inner block, and after an exception, the outer state is back."""
     original = nn.Module.register_parameter

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.clock import eventually
+from tests.support.opens import Opens
 from tests.support.processes import ROOT, RunningBroker
 from tests.vllm.checkpoints import copy_of, make_llama, prompt_of, text_of
 from tests.vllm.engines import END_SECONDS, START_SECONDS, Plan, Report, VllmEngine
-from tests.vllm.opens import Opens
 
 
 class Run:
