@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import select
 import signal
+import struct
 import subprocess
 import sys
 import termios
@@ -30,7 +32,7 @@ class Terminal:
         self.text = ""
         self._read = 0
         self._ours, theirs = pty.openpty()
-        termios.tcsetwinsize(theirs, (ROWS, width))
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", ROWS, width, 0, 0))
         self._process = subprocess.Popen(
             [sys.executable, "-m", "broker", *arguments],
             stdin=theirs,
