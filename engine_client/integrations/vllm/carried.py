@@ -6,6 +6,7 @@ bound: one of bytes (JSON), and one for each tensor that vLLM keeps as a plain a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -148,9 +149,21 @@ def state_of(memory: bytes) -> Carried:
         Mismatch: it did not.
     """
     try:
-        return msgspec.json.decode(memory, type=Carried)
+        carried = msgspec.json.decode(memory, type=Carried)
     except msgspec.MsgspecError as error:
         raise Mismatch(f"this set has not what vLLM's plugin publishes: {error}") from error
+    odd = sorted(name for name in _names_in(carried) if name.startswith("__"))
+    if odd:
+        raise Mismatch(f"this set has attributes that no vLLM publishes: {', '.join(odd)}")
+    return carried
+
+
+def _names_in(carried: Carried) -> set[str]:
+    """Every attribute's name, and every name on the way to one."""
+    owned = [*carried.plain.items(), *carried.removed.items()]
+    told = {(owner, name) for owner, names in owned for name in names}
+    told |= {(owner, name) for owner, name, _ in carried.tensors}
+    return {part for owner, name in told for part in (*re.split("[.:]", owner), name)}
 
 
 # --- on another model --------------------------------------------------------------------------

@@ -43,13 +43,13 @@ class WeightBrokerLoader(BaseModelLoader):  # type: ignore[misc] # vLLM has no t
         begun: list[Load] = []
 
         def share(client: EngineClient) -> Module:
-            begun.append(Load(self._options, vllm_config, model_config, logger, prefix))
+            begun.append(self._load(vllm_config, model_config, prefix))
             return begun[0].share(client)
 
         def alone() -> Module:
             if begun:
                 return begun[0].alone()
-            return runtime.load_ordinarily(vllm_config, model_config, prefix)
+            return runtime.load_ordinarily(vllm_config, model_config, self.load_config, prefix)
 
         return self._with_broker(share, alone, "loading without the broker")
 
@@ -67,14 +67,14 @@ class WeightBrokerLoader(BaseModelLoader):  # type: ignore[misc] # vLLM has no t
         configs = [vllm_config.model_config, runtime.draft_config(vllm_config)]
 
         def held(client: EngineClient) -> int:
-            loads = [
-                Load(self._options, vllm_config, config, logger)
-                for config in configs
-                if config is not None
-            ]
+            loads = [self._load(vllm_config, config) for config in configs if config is not None]
             return sum(load.held_nbytes(client) for load in loads)
 
         return self._with_broker(held, lambda: 0, "sizing the KV cache without its weights")
+
+    def _load(self, vllm_config: Any, model_config: Any, prefix: str = "") -> Load:
+        given = (vllm_config, model_config, self.load_config)
+        return Load(self._options, *given, logger, prefix)
 
     def _with_broker(
         self, shared: Callable[[EngineClient], T], alone: Callable[[], T], instead: str

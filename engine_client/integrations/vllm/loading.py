@@ -60,13 +60,14 @@ class Load:
         options: Options,
         vllm_config: Any,
         model_config: Any,
+        load_config: Any,
         logger: logging.Logger,
         prefix: str = "",
     ) -> None:
         self._options = options
         self._vllm_config = vllm_config
         self._model_config = model_config
-        self._load_config = vllm_config.load_config
+        self._load_config = load_config
         self._prefix = prefix
         self._logger = logger
         self._known = runtime.known_layers(vllm_config)
@@ -240,7 +241,9 @@ class Load:
         model = self._built
         if model is None:
             runtime.forget_layers(self._vllm_config, self._known)
-            return runtime.load_ordinarily(self._vllm_config, self._model_config, self._prefix)
+            return runtime.load_ordinarily(
+                self._vllm_config, self._model_config, self._load_config, self._prefix
+            )
         binding = binding_of(model)
         if binding is not None:
             binding.detach()

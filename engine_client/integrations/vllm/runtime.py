@@ -135,9 +135,11 @@ def ordinary_loader(load_config: LoadConfig, load_format: str = "safetensors") -
     return DefaultModelLoader(plain)
 
 
-def load_ordinarily(vllm_config: Any, model_config: Any, prefix: str) -> Module:
+def load_ordinarily(
+    vllm_config: Any, model_config: Any, load_config: LoadConfig, prefix: str
+) -> Module:
     """All of it, as without this plugin."""
-    loader = ordinary_loader(vllm_config.load_config, "auto")
+    loader = ordinary_loader(load_config, "auto")
     model: Module = loader.load_model(
         vllm_config=vllm_config, model_config=model_config, prefix=prefix
     )
