@@ -10,7 +10,6 @@ from broker.errors import BadRequest
 from broker.journal.file import LEAST_BYTES
 from broker.limits import Limits
 from broker.logs import LOG_FORMATS
-from broker.metrics.address import parse_address
 from broker.rundir import DEFAULT_NAME
 
 RESERVE_FRACTION = 1 / 16
@@ -64,6 +63,8 @@ class BrokerConfig:
         if self.loader_threads < 1:
             raise BadRequest("--loader-threads must be at least 1", setting="loader-threads")
         if self.metrics is not None:
+            from broker.metrics.address import parse_address
+
             parse_address(self.metrics)
         memory_limit_bytes(self.memory_limit, free_bytes=0, total_bytes=1)
 

@@ -21,6 +21,7 @@ import mmap
 import os
 import select
 import socket
+import struct
 import termios
 import time
 from collections import Counter
@@ -29,7 +30,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from broker.credentials import Access, Credentials, peer_credentials
 from broker.doorman import Doorman
@@ -52,6 +52,8 @@ BANNED = "its process was cut off twice"
 SPARE_DESCRIPTORS = 64
 """Kept free for all that is not a connection."""
 
+_EVENT = struct.Struct("=Hi")
+"""Of a monitor's first frame: event and value (zmq_socket_monitor(3))."""
 MONITORED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPT_FAILED
 
 
@@ -187,16 +189,17 @@ class Connections:
                 frames = self._monitor.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            event = parse_monitor_message(frames)
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self._accepted(int(event["value"]))
-            elif event["event"] == zmq.EVENT_DISCONNECTED:
-                gone = self._by_number.get(int(event["value"]))
+            # zmq.utils.monitor has a function for it, but imports all of asyncio.
+            event, value = _EVENT.unpack(frames[0])
+            if event == zmq.EVENT_ACCEPTED:
+                self._accepted(value)
+            elif event == zmq.EVENT_DISCONNECTED:
+                gone = self._by_number.get(value)
                 if gone is not None:
                     self._forget(gone)
             else:
                 self._counters["connections_failed"] += 1
-                cause = os.strerror(int(event["value"]))
+                cause = os.strerror(value)
                 log_event("connection-failed", level=logging.WARNING, cause=cause)
 
     def _accepted(self, number: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
-import secrets
+import os
 import socket
 import time
 from collections import Counter, deque
@@ -57,7 +57,7 @@ def _make_routing_ids_unpredictable() -> None:
 
     A peer that takes the next one for itself ends this process (an assertion in libzmq).
     """
-    ctypes.CDLL(None).srand(secrets.randbits(32))
+    ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "little"))
 
 
 class Conversation:

@@ -22,7 +22,15 @@ import time
 from collections.abc import Callable
 
 from broker.errors import BrokerError
-from broker.link import Item, link_pair, packet_of, receive_item, try_send, wait_for_room
+from broker.link import (
+    EXIT_RESTART,
+    Item,
+    link_pair,
+    packet_of,
+    receive_item,
+    try_send,
+    wait_for_room,
+)
 from broker.listeners import Listeners
 from broker.logs import log_event
 from broker.rundir import BrokerPaths
@@ -43,8 +51,6 @@ LOOK_SECONDS = 2.0
 NEVER = float("inf")
 EXIT_KILLED = 1
 """The keeper's own code if a signal has ended the last server."""
-EXIT_RESTART = 75
-"""A server that ends with this wants a successor (`weight-broker upgrade`)."""
 
 _LOOK_ONLY = os.WEXITED | os.WNOHANG | os.WNOWAIT
 

@@ -13,9 +13,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from broker import wire
 from broker.errors import BadRequest
 from broker.suggest import did_you_mean
+
+_MAX_FRAMES = 10
+_MAX_FRAME_BYTES = 256 * 1024
+"""As wire.py has them; not imported, so that `serve` and the keeper need no msgspec to start."""
 
 _UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
@@ -65,18 +68,18 @@ class Limits:
         most=1 << 30,
     )
     frames: int = _limit(
-        wire.MAX_ENVELOPE_FRAMES + 2,
+        _MAX_FRAMES,
         "frames",
         "frames of one request, envelope included",
         least=2,
-        most=wire.MAX_ENVELOPE_FRAMES + 2,
+        most=_MAX_FRAMES,
     )
     frame_bytes: int = _limit(
-        wire.MAX_FRAME_BYTES,
+        _MAX_FRAME_BYTES,
         "bytes",
         "payload of one request",
         least=4096,
-        most=wire.MAX_FRAME_BYTES,
+        most=_MAX_FRAME_BYTES,
     )
     descriptors: int = _limit(
         256, "descriptors", "delivered descriptors of one session that wait for their requests"

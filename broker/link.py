@@ -28,6 +28,10 @@ from broker.packets import receive_packet
 
 QUEUE_BYTES = 4 << 20
 """Room for what a server records while the keeper is closing memory."""
+EXIT_RESTART = 75
+"""A server that ends with this wants a successor (`weight-broker upgrade`)."""
+METRICS = "metrics"
+"""The listening socket for metrics, among what the keeper hands to every server."""
 INLINE_BYTES = 32 * 1024
 """A larger record travels and is kept as a memfd: a packet has to fit into the queue."""
 _SPILLED = b"+"

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import select
 import signal
 import socket
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -46,15 +45,13 @@ from broker.dispatch import Dispatcher
 from broker.errors import BrokerError, InternalError, LoadFailed, ShuttingDown
 from broker.journal.memory import MemoryNotes
 from broker.journal.recording import server_journal
-from broker.keeper import EXIT_RESTART
 from broker.keeping import Inheritance, KeeperLink, KeptSession
+from broker.link import EXIT_RESTART, METRICS
 from broker.loading import Loading
 from broker.logs import log_event
 from broker.loop import READ, WRITE, Helpers, Loop
-from broker.metrics.address import LISTENER
 from broker.metrics.measures import Measures
 from broker.metrics.starting import serve_metrics
-from broker.preloading import Preload, preload
 from broker.reception import Reception
 from broker.requests import Tickets
 from broker.rundir import BrokerPaths
@@ -65,6 +62,9 @@ from broker.stop_signals import on_stop_signal
 from broker.store import Store
 from broker.times import Times
 from broker.troubles import Troubles
+
+if TYPE_CHECKING:
+    from broker.preloading import Preload
 
 RECEIVE_BATCH = 64
 """Requests handled in one turn before sessions and timers get their turn."""
@@ -104,7 +104,7 @@ class Server:
         self.platform = next(iter(self.devices.values())).properties.platform
         self.keeper = KeeperLink(link)
         inherited = self.keeper.receive_inheritance()
-        self.epoch = inherited.facts.get("epoch", secrets.token_hex(8).encode()).decode()
+        self.epoch = inherited.facts.get("epoch", os.urandom(8).hex().encode()).decode()
         self.books = Books(self._budgets(inherited), self.epoch, keeping=True, limits=config.limits)
         self.books.counters["server_restarts"] = restarts
         self.first_started = self._first_started(inherited)
@@ -132,7 +132,7 @@ class Server:
         self.dispatcher = Dispatcher(self)
         self._take_over(inherited)
         self._reception = Reception(self, sessions)
-        self._metrics = serve_metrics(self, inherited.listeners.get(LISTENER))
+        self._metrics = serve_metrics(self, inherited.listeners.get(METRICS))
         self.loop.add(self.conversation.fileno(), READ, lambda _events: None)
         self.loop.add(self.keeper.fileno(), READ, self._on_keeper)
         self.keeper.on_behind(lambda: self.loop.modify(self.keeper.fileno(), READ | WRITE))
@@ -219,8 +219,7 @@ class Server:
         watchdog = watchdog_seconds(os.getppid())
         if watchdog is not None:
             self._beat(watchdog / BEATS)
-        for path in self.config.preload:
-            self.preloads += preload(self, path)
+        self._preload()
         try:
             self.loop.run(self._drain)
         except BaseException:
@@ -229,6 +228,13 @@ class Server:
         finally:
             self._close()
         return self.exit_code
+
+    def _preload(self) -> None:
+        if self.config.preload:
+            from broker.preloading import preload  # with all that looks into checkpoints
+
+            for path in self.config.preload:
+                self.preloads += preload(self, path)
 
     def _tell_ready(self) -> None:
         self.keeper.ready(
@@ -326,7 +332,7 @@ class Server:
             uid=identity.uid,
             command=identity.command,
         )
-        kept = KeptSession(session, secrets.token_bytes(16), "", since=time.time())
+        kept = KeptSession(session, os.urandom(16), "", since=time.time())
         if not self.books.sessions[session].is_loader:
             self.keeper.keep_session(kept, connection.fileno())
         self._attend(session, connection, identity, kept)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
+from pathlib import Path
 
+from broker.config import BrokerConfig
 from broker.errors import BrokerError
+from broker.limits import LIMITS, Limits
 from broker.logs import log_crash, log_to_stderr, say_refusal
+from broker.rundir import BrokerPaths
 from broker.server import Server
-from broker.service import config_from
 from broker.stop_signals import hold_stop_signals
 
 
@@ -28,6 +32,16 @@ def main(arguments: list[str]) -> int:
     code = server.run()
     hold_stop_signals()
     return code
+
+
+def config_from(options: str) -> tuple[BrokerConfig, BrokerPaths]:
+    """A server's configuration as its keeper passed it on."""
+    given = json.loads(options)
+    directory = Path(given.pop("directory"))
+    known = {name: value for name, value in given["limits"].items() if name in LIMITS}
+    given["preload"], given["limits"] = tuple(given["preload"]), Limits(**known)
+    config = BrokerConfig(directory=directory, **given)
+    return config, BrokerPaths(directory, config.name, config.group)
 
 
 if __name__ == "__main__":

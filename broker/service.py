@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
-from pathlib import Path
 
-from broker.checkpoints.files import open_checkpoint
 from broker.config import BrokerConfig
 from broker.journal.recording import keeper_journal
 from broker.keeper import Keeper, server_command
-from broker.limits import LIMITS, Limits, raise_descriptor_limit
-from broker.metrics.address import LISTENER, listen
+from broker.limits import raise_descriptor_limit
+from broker.link import METRICS
 from broker.platform import check_ipc_platform_support
 from broker.rundir import (
     DIRECTORY_VARIABLE,
@@ -40,18 +39,17 @@ class Broker:
 
     def __init__(self, config: BrokerConfig) -> None:
         report = check_ipc_platform_support(where="broker", device=config.device)
-        for path in config.preload:
-            open_checkpoint(path).close()
+        _look_at(config.preload)
         self._paths = paths = _paths(config)
         self._journal_limit = config.journal_limit
         options = {**asdict(config), "directory": str(paths.directory)}
         command = server_command([json.dumps(options)])
         with ExitStack() as unused:
-            metrics = unused.enter_context(listen(config.metrics)) if config.metrics else None
+            metrics = unused.enter_context(_listen(config.metrics)) if config.metrics else None
             self._keeper = Keeper(paths, command, config.limits.restart_seconds)
             unused.pop_all()
         if metrics is not None:
-            self._keeper.keep("listener", LISTENER, b"", metrics.detach())
+            self._keeper.keep("listener", METRICS, b"", metrics.detach())
         for uuid, canary in report.canaries.items():
             record = f"{canary.nbytes} {canary.seed}".encode()
             self._keeper.keep("canary", uuid, record, os.dup(canary.descriptor))
@@ -71,14 +69,19 @@ class Broker:
             return self._keeper.run(on_ready)
 
 
-def config_from(options: str) -> tuple[BrokerConfig, BrokerPaths]:
-    """A server's configuration as its keeper passed it on."""
-    given = json.loads(options)
-    directory = Path(given.pop("directory"))
-    known = {name: value for name, value in given["limits"].items() if name in LIMITS}
-    given["preload"], given["limits"] = tuple(given["preload"]), Limits(**known)
-    config = BrokerConfig(directory=directory, **given)
-    return config, BrokerPaths(directory, config.name, config.group)
+def _look_at(paths: Sequence[str]) -> None:
+    """Raise unless these checkpoints are there."""
+    if paths:
+        from broker.checkpoints.files import open_checkpoint  # imported by few starts
+
+        for path in paths:
+            open_checkpoint(path).close()
+
+
+def _listen(address: str) -> socket.socket:
+    from broker.metrics.address import listen  # imported by few starts
+
+    return listen(address)
 
 
 def _paths(config: BrokerConfig) -> BrokerPaths:

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import logging
 import os
-import secrets
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -94,7 +93,7 @@ class SessionPeer:
     ) -> None:
         self.session = session
         self.identity = identity
-        self.token = secrets.token_bytes(16)
+        self.token = os.urandom(16)
         self.label = ""
         self.since = 0.0
         self.has_left = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from itertools import islice
 
@@ -13,6 +12,8 @@ LONGEST_COMPARED = 64
 
 def did_you_mean(name: str, known: Iterable[str], most: int = 2) -> str:
     """The end of a sentence, "did you mean prod or prod-2?", or "" if nothing is near."""
+    import difflib  # a module that only mistakes need
+
     candidates = [each for each in islice(known, MOST_COMPARED) if len(each) <= LONGEST_COMPARED]
     near = difflib.get_close_matches(name[:LONGEST_COMPARED], candidates, n=most)
     return f"did you mean {' or '.join(near)}?" if near else ""

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import msgspec
@@ -15,24 +14,21 @@ from broker.errors import BrokerError
 from broker.wire import Event, Source
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(msgspec.Struct, frozen=True):
     """The final answer to a request: a wire struct (`ok`) or an error."""
 
     ticket: int
     body: msgspec.Struct | BrokerError
 
 
-@dataclass(frozen=True)
-class Tell:
+class Tell(msgspec.Struct, frozen=True):
     """A progress message for a request that still waits."""
 
     ticket: int
     body: msgspec.Struct
 
 
-@dataclass(frozen=True)
-class StartLoader:
+class StartLoader(msgspec.Struct, frozen=True):
     """Spawn a loader process; its session has this id already and holds the claim on the set.
 
     `hash_first`: a resident set may hold equal bytes, so read and digest before writing anything.
@@ -46,8 +42,7 @@ class StartLoader:
     hash_first: bool
 
 
-@dataclass(frozen=True)
-class StartShipped:
+class StartShipped(msgspec.Struct, frozen=True):
     """As `StartLoader`, for code that an engine shipped; ended after `seconds`."""
 
     set: int
@@ -59,70 +54,61 @@ class StartShipped:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Notify:
+class Notify(msgspec.Struct, frozen=True):
     """An event for a session's conversation; dropped if it has none or does not read."""
 
     session: int
     event: Event
 
 
-@dataclass(frozen=True)
-class StopLoader:
+class StopLoader(msgspec.Struct, frozen=True):
     """End a loader process whose set is not wanted any more."""
 
     session: int
 
 
-@dataclass(frozen=True)
-class CreateSlab:
+class CreateSlab(msgspec.Struct, frozen=True):
     set: int
     device: str
     nbytes: int
 
 
-@dataclass(frozen=True)
-class FreezeSlab:
+class FreezeSlab(msgspec.Struct, frozen=True):
     set: int
     device: str
 
 
-@dataclass(frozen=True)
-class FreeSlab:
+class FreeSlab(msgspec.Struct, frozen=True):
     """Close the slab's and the manifest's descriptors, after any call under way for this set."""
 
     set: int
 
 
-@dataclass(frozen=True)
-class KeepSet:
+class KeepSet(msgspec.Struct, frozen=True):
     """What a successor needs to know of a resident set. Before any reply that depends on it."""
 
     record: KeptSet
 
 
-@dataclass(frozen=True)
-class KeepLease:
+class KeepLease(msgspec.Struct, frozen=True):
     """A lease for a successor to know. Before its grant."""
 
     record: KeptLease
 
 
-@dataclass(frozen=True)
-class DropLease:
+class DropLease(msgspec.Struct, frozen=True):
     session: int
     lease: str
 
 
-@dataclass(frozen=True)
-class Log:
+class Log(msgspec.Struct, frozen=True):
     """A life-cycle event for the log; the same ids as in `status`.
 
     `trouble`: somebody should perhaps look at it.
     """
 
     event: str
-    detail: dict[str, Any] = field(default_factory=dict)
+    detail: dict[str, Any] = {}
     trouble: bool = False
 
 

@@ -10,8 +10,6 @@ import socket
 
 from broker.errors import BadRequest, Busy
 
-LISTENER = "metrics"
-"""What the keeper calls the listening socket."""
 LISTEN_BACKLOG = 64
 LIBRARY = "prometheus_client"
 
