@@ -52,6 +52,7 @@ def test_two_engines_with_equal_settings_have_one_key() -> None:
         {"model_config__multimodal_config": SimpleNamespace(mm_encoder_only=True)},
         {"parallel_config__enable_expert_parallel": True},
         {"lora_config": object()},
+        {"additional_config": {"of": "a plugin"}},
         {"kernel_config": SimpleNamespace(to_dict=lambda: {"linear_backend": "cutlass"})},
         {"cache_config__cache_dtype": "fp8"},
     ],

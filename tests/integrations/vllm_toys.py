@@ -115,6 +115,7 @@ def config(**changes: Any) -> SimpleNamespace:
         speculative_config=None,
         parallel_config=SimpleNamespace(enable_expert_parallel=False),
         lora_config=None,
+        additional_config={},
         kernel_config=SimpleNamespace(to_dict=lambda: {"linear_backend": "auto"}),
         attention_config=None,
         cache_config=SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=[]),

@@ -93,6 +93,7 @@ def settings_of(
         "multimodal": _fields(model_config.multimodal_config, _MULTIMODAL_FIELDS),
         "parallel": _fields(vllm_config.parallel_config, _PARALLEL_FIELDS),
         "lora": vllm_config.lora_config is not None,
+        "additional": vllm_config.additional_config,
     }
     if stage == "processed":
         found["kernels"] = vllm_config.kernel_config
