@@ -79,3 +79,17 @@ def test_one_engine(
             assert f"4 tensors, 0.3 MB, {how}, mapped in " in said
             assert gave_back.endswith("gave them back")
         assert [entry["leases"] for entry in broker.status()["sets"]] == [[]]
+
+
+@pytest.mark.timeout(150 * SCALE)
+def test_tiny_engine() -> None:
+    """Two engines at once, one killed and started again: one load, and the words they say alone."""
+    said = run("tiny_engine.py")
+    engines = re.findall(r"^(engine-\S+(?: again)?) +\d+ ms  (\w+)$", said, re.MULTILINE)
+    assert [name for name, _how in engines] == ["engine-1", "engine-2", "engine-2 again"]
+    first = sorted(how for _name, how in engines[:2])
+    assert first in (["loaded", "shared"], ["loaded", "resident"])  # as close as the machine lets
+    assert engines[2][1] == "resident"
+    (tokens,) = re.findall(r"^The capital of France is -> ([\d ]+)$", said, re.MULTILINE)
+    assert len(set(tokens.split())) > 1
+    assert said.endswith("loads: 1, different answers: 1\n")
