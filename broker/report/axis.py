@@ -23,10 +23,17 @@ _STEPS = (
 )
 
 
+LATE = 0.85
+"""Behind this share of the axis a label on the right of its tick would leave a narrow page."""
+
+
 @dataclass(frozen=True)
 class Tick:
+    """A moment with a label; `side` is where that stands."""
+
     left: str
     label: str
+    side: str
 
 
 class Axis:
@@ -72,8 +79,11 @@ class Axis:
         step = next((s for s in _STEPS if self.seconds / s <= MOST_TICKS), self.seconds / 4)
         first = -(-self._begin // step) * step
         count = int((self._end - first) // step) + 1
-        moments = [first + index * step for index in range(count)]
-        return [Tick(self.left(moment), _label(moment, step)) for moment in moments]
+        return [self._tick(first + index * step, step) for index in range(count)]
+
+    def _tick(self, moment: float, step: float) -> Tick:
+        side = "before" if self.share(moment) > LATE else "behind"
+        return Tick(self.left(moment), _label(moment, step), side)
 
 
 def percent(share: float) -> str:

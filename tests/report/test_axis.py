@@ -21,6 +21,12 @@ def test_ticks(seconds: float) -> None:
     assert len({tick.label for tick in ticks}) == len(ticks)
 
 
+def test_a_label_at_the_end() -> None:
+    """A label that would leave the page stands before its tick."""
+    sides = {tick.left: tick.side for tick in Axis(0, 100).ticks()}
+    assert (sides["75.000%"], sides["90.000%"]) == ("behind", "before")
+
+
 def test_spans() -> None:
     """What goes on reaches to the end, what is outside is cut."""
     axis = Axis(100, 200)
