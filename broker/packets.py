@@ -8,6 +8,8 @@ import struct
 
 MAX_DESCRIPTORS = 4
 """In one packet, of session or link; more are a cut packet (MSG_CTRUNC), which is refused."""
+_CUT = int(socket.MSG_CTRUNC | socket.MSG_TRUNC)
+"""A plain number: the flags' own type takes microseconds for every operation."""
 _Received = tuple[bytes, list[tuple[int, int, bytes]], int]
 
 
@@ -34,7 +36,7 @@ def receive_packet(connection: socket.socket, nbytes: int) -> tuple[bytes, list[
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-    cut = bool(flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC))
+    cut = bool(flags & _CUT)
     return packet, list(descriptors), cut
 
 

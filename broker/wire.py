@@ -660,21 +660,30 @@ def decode_request(operation: str, payload: bytes) -> Message:
     return message
 
 
+_MAY_BE_EMPTY = ("checkpoint", "dtype", "quantization")
+_NAMES = ("lease", "claim", "set", "stage", "generation", *_MAY_BE_EMPTY)
+_NAMES_IN = {
+    operation: tuple(field for field in _NAMES if field in struct.__struct_fields__)
+    for operation, struct in REQUESTS.items()
+}
+
+
 def _check_names(operation: str, message: Message) -> None:
-    for field in ("lease", "claim", "set", "stage", "generation"):
-        _check_name(operation, field, getattr(message, field, None))
-    for field in ("checkpoint", "dtype", "quantization"):
-        _check_name(operation, field, getattr(message, field, None) or None)
+    for field in _NAMES_IN[operation]:
+        name = getattr(message, field)
+        if name or field not in _MAY_BE_EMPTY:
+            _check_name(operation, field, name)
     if isinstance(message, Acquire):
         _check_described(operation, message.demand)
         _check_source(operation, message.source)
-    if isinstance(message, Claim | Load):
+    elif isinstance(message, Claim):
         _check_described(operation, message.key)
-    if isinstance(message, Load):
+    elif isinstance(message, Load):
+        _check_described(operation, message.key)
         _check_name(operation, "description", message.description)
         if not 0 < message.seconds <= MAX_LOAD_SECONDS:
             raise BadRequest(f"{operation}: seconds must be above 0, at most {MAX_LOAD_SECONDS}")
-    if isinstance(message, Watch | Unwatch) and message.name:
+    elif isinstance(message, Watch | Unwatch) and message.name:
         _check_name(operation, "name", message.name)
     described = getattr(message, "source", None) or message
     if len(getattr(described, "files", ())) > MAX_FILES:

@@ -280,7 +280,7 @@ class Asking(Ledger):
         if demand.name:
             newest = says_content and demand.generation is None
             self._join_line(record, demand.name, demand.generation, newest=newest)
-        elif says_content:
+        elif says_content and record.superseded:
             record.superseded = False
             self._touch(record)
 

@@ -127,6 +127,14 @@ def test_each_change_of_a_set_is_kept() -> None:
     assert len(record.record.identities) == 2
 
 
+def test_a_set_that_did_not_change_is_not_kept_again() -> None:
+    """One more lease of a resident set is a record of that lease alone."""
+    desk = keeping_desk()
+    desk.load(1)
+    actions = told(desk.acquire(desk.engine(), from_=source(1)))
+    assert [type(action) for action in actions] == [KeepLease, Reply]
+
+
 # --- books made from it -----------------------------------------------------------------------
 
 
