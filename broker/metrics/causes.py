@@ -61,6 +61,8 @@ REASONS = frozenset(
 )
 """Of `load-failed`, whose status alone says little."""
 
+CAUSES = tuple(sorted({*REASONS, *ERROR_STATUSES, OTHER}))
+
 
 def cause_of(status: object, reason: object) -> str:
     """The reason of a failed load where it is a known one, else its status."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from broker.metrics.causes import cause_of
+from broker.metrics.causes import CAUSES, cause_of
 
 REQUEST_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 1.0, 5.0, 30.0, 120.0)
 """Upper ends of the buckets. An answer that waits for nothing takes less than a millisecond, one
@@ -59,9 +59,9 @@ class Measures:
         """By operation and status."""
         self.load_seconds = Histogram(LOAD_SECONDS)
         self.loaded_bytes = 0
-        self.load_failures: Counter[str] = Counter()
-        """By cause."""
-        self.publication_failures: Counter[str] = Counter()
+        self.load_failures = Counter(dict.fromkeys(CAUSES, 0))
+        """By cause, each from the start: the increase of what has just appeared is nothing."""
+        self.publication_failures = Counter(dict.fromkeys(CAUSES, 0))
 
     def answered(self, operation: str, status: str | None, opened: float) -> None:
         """A request has its final answer.

@@ -62,7 +62,7 @@ def test_loads() -> None:
     measures.note("set-failed", {"set": 2, "status": "load-failed", "reason": "truncated"})
     measures.note("same-content", {"set": 3, "resident": 1})
     assert (measures.load_seconds.total, measures.loaded_bytes) == (3.0, 512)
-    assert measures.load_failures == {"truncated": 1}
+    assert +measures.load_failures == {"truncated": 1}
     assert sum(measures.load_seconds.counts) == 1
 
 
@@ -72,8 +72,8 @@ def test_publications() -> None:
     measures.note("claim-granted", {"set": 1})
     measures.note("set-sealed", {"set": 1, "nbytes": 512})
     measures.note("set-failed", {"set": 2, "status": "cancelled"})
-    assert (measures.loaded_bytes, measures.load_failures) == (0, {})
-    assert measures.publication_failures == {"cancelled": 1}
+    assert (measures.loaded_bytes, +measures.load_failures) == (0, {})
+    assert +measures.publication_failures == {"cancelled": 1}
 
 
 def test_causes_are_few_words() -> None:
@@ -84,6 +84,7 @@ def test_causes_are_few_words() -> None:
     assert cause_of("my own status", None) == OTHER
     assert cause_of(None, ["truncated"]) == OTHER
     assert not REASONS & ERROR_STATUSES
+    assert set(measures_at(Clock()).load_failures) == {*REASONS, *ERROR_STATUSES, OTHER}
 
 
 def test_every_reason_is_known() -> None:
