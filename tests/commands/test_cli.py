@@ -72,7 +72,7 @@ def test_examples_can_be_typed(command: str) -> None:
 def test_every_command_is_in_the_readme() -> None:
     """A new user sees each command where the others are."""
     readme = (ROOT / "README.md").read_text()
-    assert [name for name in COMMANDS if f"\nweight-broker {name}" not in readme] == []
+    assert [name for name in COMMANDS if f"weight-broker {name}" not in readme] == []
 
 
 def test_version(capsys: Capture) -> None:

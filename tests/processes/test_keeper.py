@@ -385,10 +385,17 @@ def books(broker: RunningBroker) -> list[dict[str, Any]]:
     return sets
 
 
+def ages(broker: RunningBroker) -> tuple[float, float]:
+    """When the broker started, and when the server that answers did."""
+    facts = ask_status(broker.directory)["broker"]
+    return facts["started"], facts["server_started"]
+
+
 def test_books_survive(
     broker: RunningBroker, start_engines: StartEngines, checkpoint: str, tmp_path: Path
 ) -> None:
-    """Generations with their labels, draining and pinned sets, whose files they are."""
+    """Generations with their labels, draining and pinned sets, whose files they are; and since when
+    there is a broker, whichever server answers."""
     (engine,) = start_engines(broker, 1)
     other = str(write_checkpoint(tmp_path / "other", "others", 1 << 16))
     for number, label in enumerate([None, "second", None], start=1):
@@ -403,10 +410,13 @@ def test_books_survive(
     before = books(broker)
     assert sorted(entry["state"] for entry in before) == ["draining"] * 2 + ["sealed"] * 3
     device = ask_status(broker.directory)["devices"]
+    age = ages(broker)
 
     for number in (signal.SIGKILL, signal.SIGHUP):
         replace_server(broker, number)
         assert books(broker) == before
+        assert ages(broker)[0] == age[0]
+        assert ages(broker)[1] > age[1]
         assert ask_status(broker.directory)["devices"] == device
         assert engine.ask("acquire", slot=8, path=checkpoint)["how"] == "resident"
         engine.ask("release", slot=8)

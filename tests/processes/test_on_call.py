@@ -233,19 +233,6 @@ def test_a_loader_that_has_done_its_work(node: RunningBroker, checkpoint: str) -
     assert (gone["level"], gone["how"]) == ("info", "closed")
 
 
-def test_did_the_server_change(node: RunningBroker, capsys: Capture) -> None:
-    """The broker's age goes on, counters and the server's age begin anew, and that is told."""
-    before = node.status()["broker"]
-    assert "was replaced" not in status(node, capsys)
-    assert main(["upgrade", "--dir", str(node.directory)]) == 0
-    after = node.status()["broker"]
-    assert (after["started"], after["keeper_pid"]) == (before["started"], before["keeper_pid"])
-    assert after["server_started"] > before["server_started"]
-    assert after["pid"] != before["pid"]
-    assert "- the server was replaced 1 time, last " in status(node, capsys)
-    assert log(node, "taken-over", restarts=1)
-
-
 def test_every_line_is_an_object(node: RunningBroker) -> None:
     """Whatever has happened until now: time, level and event, and nobody else's line between."""
     for line in node.log.read_text().splitlines():
