@@ -7,6 +7,7 @@ that reads a checkpoint).
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import select
@@ -100,6 +101,7 @@ class Server:
         self.started = time.time()
         self.troubles = Troubles()
         self._journal = server_journal(paths, config.journal_limit)
+        atexit.register(self._journal.close)  # not sooner: a crash is told when all else is closed
         self.devices: dict[str, Device] = open_served(config.device)
         self.platform = next(iter(self.devices.values())).properties.platform
         self.keeper = KeeperLink(link)
@@ -298,7 +300,6 @@ class Server:
         self.keeper.close()
         os.close(self._keeper_pidfd)
         log_event("stopped", name=self.config.name)
-        self._journal.close()
 
     # --- requests -------------------------------------------------------------------------
 

@@ -62,6 +62,8 @@ class _Teller:
             "server-replaced": self._server_replaced,
             "server-died": self._server_died,
             "keeper-gone": self._keeper_gone,
+            "crashed": self._mistake,
+            "internal-error": self._mistake,
             "memory": self._memory,
             "session-opened": self._session_opened,
             "session-ended": self._session_ended,
@@ -119,8 +121,15 @@ class _Teller:
     def _end_server(self, when: float, how: End, cause: str = "") -> None:
         if self._server is not None and self._server.end is None:
             self._server.end, self._server.how, self._server.cause = when, how, cause
-        elif self._server is not None and how is End.REPLACED:
-            self._server.how = how  # it had said itself that it has ended
+
+    def _tells_of_the_last(self, how: End, when: float, cause: str = "") -> bool:
+        """The keeper tells of a server's end; whether it is that of the last one that served."""
+        life = self._server
+        if life is None or life.how not in (End.NOT_YET, End.ORDERLY):
+            return False  # one that never served: the keeper has told of the last one already
+        # It may have said itself that it ended, but not why.
+        life.end, life.how, life.cause = life.end or when, how, cause
+        return True
 
     def _taken_over(self, when: float, _facts: dict[str, Any]) -> None:
         self.story.restarts.append(when)
@@ -132,16 +141,21 @@ class _Teller:
         self._end_server(when, End.ORDERLY)
 
     def _server_replaced(self, when: float, _facts: dict[str, Any]) -> None:
-        self._end_server(when, End.REPLACED)
+        self._tells_of_the_last(End.REPLACED, when)
 
     def _server_died(self, when: float, facts: dict[str, Any]) -> None:
-        pid = self._server.pid if self._server is not None else "?"
         cause = f"exit code {facts.get('exit')} after {facts.get('lived')} s"
-        self._end_server(when, End.DIED, cause)
-        self._trouble(when, f"server {pid} died", cause)
+        if self._tells_of_the_last(End.DIED, when, cause) and self._server is not None:
+            self._trouble(when, f"server {self._server.pid} died", cause)
+        else:
+            self._trouble(when, "a server died before it served", cause)
 
     def _keeper_gone(self, when: float, _facts: dict[str, Any]) -> None:
         self._trouble(when, "the keeper died", "nobody can attach to what it held any more")
+
+    def _mistake(self, when: float, facts: dict[str, Any]) -> None:
+        what = f"a mistake of the broker's ({facts.get('operation', 'its server ended')})"
+        self._trouble(when, what, facts.get("cause"))
 
     def _memory(self, when: float, facts: dict[str, Any]) -> None:
         names = ("leased", "idle", "reserved", "limit")

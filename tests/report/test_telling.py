@@ -200,6 +200,23 @@ def test_a_server_that_dies() -> None:
     assert story.troubles[0].what == "server 10 died"
 
 
+def test_a_server_that_crashes() -> None:
+    """It closes everything in order before it ends; that it died is what counts. One that dies
+    before it serves is another one's death."""
+    write = begun(pid=10)
+    stopped = write("stopped")
+    write("crashed", cause="KeyError(7)")
+    write("server-died", exit=1, lived=4.5)
+    write("server-died", exit=1, lived=0.1)
+    story = write.story()
+    assert (story.servers[0].how, story.servers[0].end) == (End.DIED, stopped)
+    assert [(trouble.what, trouble.cause) for trouble in story.troubles] == [
+        ("a mistake of the broker's (its server ended)", "KeyError(7)"),
+        ("server 10 died", "exit code 1 after 4.5 s"),
+        ("a server died before it served", "exit code 1 after 0.1 s"),
+    ]
+
+
 def test_an_upgrade() -> None:
     """A server that hands over is replaced, which is no trouble."""
     write = begun()
