@@ -6,7 +6,9 @@ are bytes; shapes and strides count elements.
 
 from __future__ import annotations
 
+from functools import reduce
 from math import prod
+from operator import gt, or_
 from typing import Any
 
 import msgspec
@@ -186,7 +188,8 @@ def validate_manifest(manifest: Manifest, slab_nbytes: int) -> None:
         raise BadRequest("the manifest names a tensor twice")
     if not aliased.keys() <= seen:
         raise BadRequest("the manifest ties a name it does not describe")
-    if any(start % SLOT_ALIGNMENT for start in starts):
+    # All in C, as what follows: a generator costs more for each tensor than decoding it.
+    if reduce(or_, starts, 0) % SLOT_ALIGNMENT:
         raise BadRequest(f"a storage of the manifest is not aligned to {SLOT_ALIGNMENT} bytes")
     _validate_disjoint(starts, ends)
 
@@ -240,7 +243,7 @@ def _validate_disjoint(starts: list[int], ends: list[int]) -> None:
     # Disjoint intervals have the same order by start as by end, so sorting both apart is enough.
     starts.sort()
     ends.sort()
-    if any(end > start for end, start in zip(ends, starts[1:], strict=False)):
+    if any(map(gt, ends, starts[1:])):
         raise BadRequest("two tensors of the manifest overlap without being tied")
 
 
