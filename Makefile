@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Warnings end a build (mkdocs.yml). The variable keeps an advertisement out of the output.
-MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 STAMP := $(VENV)/.installed
 
 # A real vLLM has an environment of its own (2 GB); on a GPU machine VLLM=vllm==0.32.0 TORCH=.

@@ -7,8 +7,10 @@ import re
 from collections.abc import Iterator
 
 from broker import wire
+from broker.custody.states import TABLE
 from broker.metrics.causes import REASONS
 from scripts.docs import errors, messages
+from scripts.docs.diagram import moves, svg
 from scripts.docs.pages import DOCS, PARTS, filled, outdated, pages
 
 ROOT = DOCS.parent
@@ -76,3 +78,14 @@ def answers_of_the_client() -> Iterator[tuple[str, str]]:
                     args=[ast.Constant(str(operation)), _, ast.Attribute(ast.Name("wire"), struct)]
                 ):
                     yield operation, struct
+
+
+def test_the_picture_of_the_states() -> None:
+    """Each state is a box, each move from one to another an arrow with its triggers."""
+    picture = svg()
+    assert picture.count("<rect ") == len(TABLE)
+    assert picture.count("marker-end") == sum(start is not end for start, end, _why in moves())
+    for _start, _end, why in moves():
+        assert f"{why}</text>" in picture
+    drawn = sum(len(why.split(", ")) for _start, _end, why in moves())
+    assert drawn == sum(map(len, TABLE.values()))
