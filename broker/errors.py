@@ -25,6 +25,8 @@
 An error travels as UTF-8 text: its first line is the sentence for a person, its second line a JSON
 object with the fields. `to_payload` writes that, `from_payload` reads it; an error made from a
 payload has the same type, sentence and fields as the one that was sent.
+
+docs/reference/errors.md has cause and cure of each.
 """
 
 from __future__ import annotations
