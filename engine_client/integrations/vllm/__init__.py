@@ -4,5 +4,6 @@
 
 The first engine (each of its ranks for its own shard) loads as vLLM does and publishes; every
 other one, and every restart, maps what is there. Nothing of vLLM runs in the broker. docs/vllm.md
-is the user's page. Only `plugin`, `loader` and `runtime` import vLLM; the rest is tested without.
+is the user's page. Only `plugin`, `loader`, `loading` and `runtime` import vLLM; the rest is
+tested without.
 """
