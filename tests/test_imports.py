@@ -22,6 +22,7 @@ LIGHT = {
     "broker.cli": (*NO_TORCH, "zmq", "shtab"),
     "broker.loader.worker": ("torch", "numpy"),
     "engine_client.session": NO_TORCH,
+    "engine_client.integrations.transformers": ("transformers",),
 }
 """Module: what importing it must not load."""
 

@@ -27,7 +27,7 @@ from tests.integrations.models import (
     write,
 )
 from tests.processes.conftest import brokers, private_directory
-from tests.support.clock import eventually
+from tests.support.clock import SCALE, eventually
 from tests.support.engine import mapped_slabs
 from tests.support.nursery import Nursery
 from tests.support.processes import RunningBroker
@@ -98,7 +98,7 @@ def test_real_weights(transformers: Any, client: EngineClient) -> None:
     assert_same(auto, library)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(180 * SCALE)
 def test_a_real_causal_model(transformers: Any, client: EngineClient) -> None:
     """SmolLM2, sharded, its tied head not stored: the same model, and the same greedy tokens."""
     folder = os.environ.get(SMOLLM2)
@@ -116,6 +116,7 @@ def test_a_real_causal_model(transformers: Any, client: EngineClient) -> None:
     assert " Paris" in tokens.decode(mine[0])
 
 
+@pytest.mark.timeout(180 * SCALE)
 def test_two_processes_one_copy(
     transformers: Any, broker: RunningBroker, client: EngineClient, nursery: Nursery
 ) -> None:
