@@ -87,13 +87,13 @@ class TensorGroup(msgspec.Struct, forbid_unknown_fields=True):
     """
 
     dtype: str
-    """A name of `ITEM_BYTES`."""
+    """A name of the table of dtypes."""
     shape: list[int]
     """Elements of each dimension."""
     stride: list[int]
     """Elements from one index of a dimension to the next."""
     kind: str
-    """A word of `KINDS`."""
+    """What the tensor was; see below."""
     names: list[str]
     """One for each tensor."""
     offsets: list[int]

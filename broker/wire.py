@@ -28,7 +28,7 @@ PROTOCOL = 1
 """Raised when a message changes its meaning; `hello` refuses any other number."""
 
 MAX_FRAME_BYTES = 256 * 1024
-"""Largest payload either way (DESIGN section 3)."""
+"""Largest payload either way."""
 MAX_ENVELOPE_FRAMES = 8
 MAX_ENVELOPE_FRAME_BYTES = 256
 MAX_WORD_BYTES = 32
@@ -130,7 +130,7 @@ class Conversion(Message, array_like=True, frozen=True):
     """
 
     dtype: str
-    """Of `CONVERTIBLE` (broker.weights)."""
+    """float16, bfloat16, float32 or float64 (`CONVERTIBLE` of broker/weights.py)."""
     exceptions: tuple[tuple[str, str], ...] = ()
     """Stored name and dtype of tensors that get another one, sorted by name."""
 
