@@ -34,7 +34,7 @@ from benchmarks.processes import Broker, Worker, folder
 from engine_client import Checkpoint, EngineClient
 
 TENSOR_BYTES = 4096
-ROUNDS = {100: 9, 1000: 9, 10_000: 9, 50_000: 5, 200_000: 3}
+ROUNDS = {100: 9, 1000: 9, 10_000: 9, 50_000: 3, 200_000: 3}
 """By number of tensors."""
 MOST_HANDLES = 50_000
 """A process may have 65,530 mappings, and a storage each needs one."""
