@@ -24,11 +24,6 @@ from broker.rundir import candidate_directories
 from broker.settings import BY_NAME, SETTINGS, VARIABLE_PREFIX, Setting
 from broker.suggest import did_you_mean
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 CONFIG_OPTION = "--config"
 CONFIG_VARIABLE = f"{VARIABLE_PREFIX}CONFIG"
 DEFAULT = "default"
@@ -202,6 +197,10 @@ def _from_file(path: str) -> dict[str, Found]:
 
 
 def _read(path: str) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):  # here, since most starts read no file
+        import tomllib
+    else:
+        import tomli as tomllib
     try:
         return tomllib.loads(Path(path).read_text("utf-8"))
     except FileNotFoundError as error:

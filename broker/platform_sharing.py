@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -151,6 +150,8 @@ class SharingSteps:
         """On all devices at the same time: each costs its children seconds."""
         name, platform = "round trip", PLATFORMS[answer.vendor]
         began = time.monotonic()
+        from concurrent.futures import ThreadPoolExecutor  # which the simulated device needs not
+
         with ThreadPoolExecutor(len(meant)) as pool:
             failures = list(pool.map(lambda device: self._prove(device.uuid), meant))
         for device, failure in zip(meant, failures, strict=True):
