@@ -44,6 +44,7 @@ class Architecture(NamedTuple):
         read: the class to ask for, where it is another one.
         options: of `from_pretrained`.
         own: modules whose parameters the library computes: they are in no checkpoint.
+        dtype: of the weight set.
     """
 
     written: str
@@ -52,6 +53,7 @@ class Architecture(NamedTuple):
     rename: Callable[[str], str] | None = None
     options: dict[str, Any] = {}  # noqa: RUF012 - never changed
     own: frozenset[str] = frozenset()
+    dtype: str = "float32"
 
 
 def _old_names(name: str) -> str:
@@ -63,21 +65,17 @@ def _old_names(name: str) -> str:
 LLAMA = ("LlamaConfig", {**SMALL, "tie_word_embeddings": True})
 ARCHITECTURES = {
     "tied head": Architecture("LlamaForCausalLM", LLAMA),
-    "base model of a causal one": Architecture("LlamaForCausalLM", LLAMA, "LlamaModel"),
     "causal model of a base one": Architecture(
         "GPT2Model", ("GPT2Config", GPT2), "AutoModelForCausalLM"
     ),
     "names of old releases": Architecture(
         "BertForMaskedLM", ("BertConfig", SMALL), rename=_old_names
     ),
-    "names mapped by hand": Architecture(
-        "LlamaForCausalLM",
-        LLAMA,
-        rename=lambda name: f"_orig_mod.{name}",
-        options={"key_mapping": {r"^_orig_mod\.": ""}},
-    ),
     "parts kept in float32": Architecture(
-        "T5ForConditionalGeneration", ("T5Config", T5), options={"dtype": torch.float16}
+        "T5ForConditionalGeneration",
+        ("T5Config", T5),
+        options={"dtype": torch.float16},
+        dtype="float16+float32",
     ),
     "running statistics": Architecture("ResNetForImageClassification", ("ResNetConfig", RESNET)),
     "computed positions": Architecture(

@@ -81,6 +81,7 @@ def test_the_librarys_own_model(
     again = from_pretrained(tmp_path, client=client, **asked, **what.options)
     assert weights_of(again).how == "resident"
     assert weights_of(again).set_id == weights_of(ours).set_id
+    assert weights_of(ours).key.dtype == what.dtype
     for model in (ours, again):
         shared = binding_of(model).tensors  # type: ignore[union-attr]
         private = {name for name, p in model.named_parameters() if not shared.owns(p)}
@@ -167,19 +168,6 @@ def test_the_configuration_decides_without_a_dtype(
     ours = from_pretrained(tmp_path, client=client)
     assert ours.dtype is torch.bfloat16
     assert_same(ours, transformers.LlamaForCausalLM.from_pretrained(tmp_path))
-
-
-def test_only_the_parts_that_the_library_keeps_are_exceptions(
-    transformers: Any, client: EngineClient, tmp_path: Path
-) -> None:
-    """T5 in float16 has its output projections in float32: not by way of float16."""
-    what = ARCHITECTURES["parts kept in float32"]
-    write(transformers, tmp_path, what)
-    model = from_pretrained(tmp_path, client=client, **what.options)
-    single = {name for name, p in model.named_parameters() if p.dtype is torch.float32}
-    assert single
-    assert all(".wo." in name for name in single)
-    assert weights_of(model).key.dtype == "float16+float32"
 
 
 # --- options -------------------------------------------------------------------------------------
