@@ -17,7 +17,7 @@ from tests.custody.desk import DEVICE, OTHER_DEVICE
 from tests.custody.world import FILES, SIZES, World
 
 INDEX = st.integers(0, 7)
-INODES = st.sampled_from(sorted(FILES))
+NUMBERS = st.sampled_from(sorted(FILES))
 CONTENTS = st.sampled_from(sorted(SIZES))
 DEVICES = st.sampled_from([DEVICE] * 7 + [OTHER_DEVICE])
 NAMES = st.sampled_from([None, "m", "m", "n"])
@@ -66,17 +66,17 @@ class BooksMachine(RuleBasedStateMachine):
 
     # --- engines --------------------------------------------------------------------------
 
-    @rule(who=INDEX, inode=INODES)
-    def acquires_files(self, who: int, inode: int) -> None:
-        self.world.acquire(self.engine(who), self.lease(), inode, wire.Demand(DEVICE))
+    @rule(who=INDEX, number=NUMBERS)
+    def acquires_files(self, who: int, number: int) -> None:
+        self.world.acquire(self.engine(who), self.lease(), number, wire.Demand(DEVICE))
 
-    @rule(who=INDEX, inode=INODES, name=NAMES)
-    def acquires_files_by_name(self, who: int, inode: int, name: str | None) -> None:
-        self.world.acquire(self.engine(who), self.lease(), inode, wire.Demand(DEVICE, name))
+    @rule(who=INDEX, number=NUMBERS, name=NAMES)
+    def acquires_files_by_name(self, who: int, number: int, name: str | None) -> None:
+        self.world.acquire(self.engine(who), self.lease(), number, wire.Demand(DEVICE, name))
 
     @rule(
         who=INDEX,
-        inode=st.one_of(st.none(), INODES),
+        number=st.one_of(st.none(), NUMBERS),
         device=DEVICES,
         name=NAMES,
         dtype=DTYPES,
@@ -84,9 +84,9 @@ class BooksMachine(RuleBasedStateMachine):
         checkpoint=st.one_of(st.none(), CONTENTS),
     )
     def acquires_with_demands(
-        self, who: int, inode: int | None, device: str, **demand: Any
+        self, who: int, number: int | None, device: str, **demand: Any
     ) -> None:
-        self.world.acquire(self.engine(who), self.lease(), inode, wire.Demand(device, **demand))
+        self.world.acquire(self.engine(who), self.lease(), number, wire.Demand(device, **demand))
 
     @rule(who=INDEX, name=NAMES.filter(bool), generation=GENERATIONS)
     def acquires_by_name(self, who: int, name: str, generation: str | None) -> None:
@@ -120,10 +120,10 @@ class BooksMachine(RuleBasedStateMachine):
         for session in self.world.engines:
             self.world.claim(session, wire.Claim(self.lease(), WeightKey(DEVICE, *key)))
 
-    @rule(inode=INODES, name=NAMES)
-    def all_acquire(self, inode: int, name: str | None) -> None:
+    @rule(number=NUMBERS, name=NAMES)
+    def all_acquire(self, number: int, name: str | None) -> None:
         for session in self.world.engines:
-            self.world.acquire(session, self.lease(), inode, wire.Demand(DEVICE, name))
+            self.world.acquire(session, self.lease(), number, wire.Demand(DEVICE, name))
 
     @rule(who=INDEX, key=KEYS)
     def ships_a_loader(self, who: int, key: tuple[str, str, str]) -> None:
@@ -180,14 +180,14 @@ class BooksMachine(RuleBasedStateMachine):
         """Whenever it likes; an engine also says whatever it likes."""
         session, claim, record = self.writer(which)
         loader = self.world.loaders.get(session)
-        inode = (loader.inode if loader else None) or 1
+        number = (loader.number if loader else None) or 1
         content = loader.content(record.key) if loader else content
         if step == "reserve":
             self.world.reserve(session, claim, content)
         elif step == "seal":
-            self.world.seal(session, claim, content, inode)
+            self.world.seal(session, claim, content, number)
         else:
-            self.world.resolve(session, claim, content, inode)
+            self.world.resolve(session, claim, content, number)
 
     @precondition(lambda self: self.world.claims())
     @rule(which=INDEX)

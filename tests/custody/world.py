@@ -34,8 +34,9 @@ from broker.weights import WeightKey
 from tests.custody.desk import DEVICE, OTHER_DEVICE, everything, source
 
 DEATH = LoadFailed("killed")
-SIZES = {"blake3:a": 400, "blake3:b": 400, "blake3:c": 450, "blake3:d": 1100}
-DTYPES = {"blake3:a": "bfloat16", "blake3:b": "bfloat16", "blake3:c": "float16", "blake3:d": "int8"}
+SIZES = {"blake3:a": 400, "blake3:b": 400, "blake3:c": 450, "blake3:d": 1100, "blake3:e": 300}
+DTYPES = {"blake3:a": "bfloat16", "blake3:b": "bfloat16", "blake3:c": "float16"}
+DTYPES |= {"blake3:d": "int8", "blake3:e": "float32"}
 FILES = {
     1: ("blake3:a", "shape-ab"),
     2: ("blake3:a", "shape-ab"),
@@ -44,9 +45,19 @@ FILES = {
     5: ("blake3:b", "shape-ab"),
     6: ("blake3:c", "shape-c"),
     7: ("blake3:d", "shape-d"),
+    8: ("blake3:e", "shape-c"),
+    9: ("blake3:a", "shape-c"),
 }
-"""Inode: the content's identity and the fingerprint. a and b are fine-tunes of equal headers; d
+"""Number: the content's identity and the fingerprint. a and b are fine-tunes of equal headers; d
 does not fit."""
+CONVERTED = {8: (6, "float32"), 9: (6, "bfloat16")}
+"""Numbers that are no files of their own: the inode, and the dtype it is converted to. The second
+turns out to be what others have stored."""
+
+
+def numbered(number: int) -> wire.Source:
+    inode, dtype = CONVERTED.get(number, (number, None))
+    return source(inode, FILES[number][1], dtype)
 
 
 @dataclass
@@ -65,14 +76,14 @@ class Loader:
     resolved: bool = False
 
     @property
-    def inode(self) -> int | None:
+    def number(self) -> int | None:
         if isinstance(self.action, StartShipped):
             return None
-        return self.action.source.files[0].inode
+        return next(n for n in FILES if numbered(n).identity == self.action.source.identity)
 
     def content(self, key: WeightKey) -> str:
-        if self.inode is not None:
-            return FILES[self.inode][0]
+        if self.number is not None:
+            return FILES[self.number][0]
         return key.checkpoint or "blake3:a"
 
 
@@ -199,9 +210,9 @@ class World:
     def open(self) -> None:
         self.engines.append(self.books.open_session())
 
-    def acquire(self, session: int, lease: str, inode: int | None, demand: wire.Demand) -> None:
-        given = None if inode is None else source(inode, FILES[inode][1])
-        content = None if inode is None else FILES[inode][0]
+    def acquire(self, session: int, lease: str, number: int | None, demand: wire.Demand) -> None:
+        given = None if number is None else numbered(number)
+        content = None if number is None else FILES[number][0]
         request = wire.Acquire(lease, demand, given)
         self.request(
             Asked(session, demand, content, lease),
@@ -299,8 +310,8 @@ class World:
             for claim, set_id in session.claims.items()
         ]
 
-    def resolve(self, session: int, claim: str, content: str, inode: int) -> bool:
-        files = source(inode).files
+    def resolve(self, session: int, claim: str, content: str, number: int) -> bool:
+        files = numbered(number).files
         request = wire.Resolve(claim, content, files)
         return self.request(
             Asked(session), lambda ticket: self.books.resolve(session, ticket, request)
@@ -313,9 +324,9 @@ class World:
         )
 
     def seal(
-        self, session: int, claim: str, content: str, inode: int | None, *, keep: bool = False
+        self, session: int, claim: str, content: str, number: int | None, *, keep: bool = False
     ) -> bool:
-        files = [] if inode is None else source(inode).files
+        files = [] if number is None else numbered(number).files
         request = wire.Seal(claim, content, files, keep)
         return self.request(
             Asked(session), lambda ticket: self.books.seal(session, ticket, request)
@@ -335,16 +346,16 @@ class World:
         """The writer does what comes next, if it is its turn. False: there is nothing to do."""
         loader = self.loaders.get(session)
         content = loader.content(record.key) if loader else record.key.checkpoint or "blake3:a"
-        inode = loader.inode if loader else None
-        if loader and inode and not loader.resolved:
+        number = loader.number if loader else None
+        if loader and number and not loader.resolved:
             loader.resolved = True
             hash_first = isinstance(loader.action, StartLoader) and loader.action.hash_first
-            if hash_first and self.resolve(session, claim, content, inode):
+            if hash_first and self.resolve(session, claim, content, number):
                 return True
         if record.state is State.CLAIMED:
             return self.reserve(session, claim, content) or self.abandon(session, claim)
         if record.state is State.WRITING:
-            return self.seal(session, claim, content, inode, keep=loader is None)
+            return self.seal(session, claim, content, number, keep=loader is None)
         return False
 
     # --- what the device does -------------------------------------------------------------
