@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ VOCABULARY = 512
 PROMPT = [1, 17, 230, 5, 96]
 
 
-def make_llama(folder: Path, seed: int) -> Path:
-    """A Llama of four layers with random weights. Another seed: the same headers, other bytes."""
+def make_llama(folder: Path) -> Path:
+    """A Llama of four layers with random weights, always the same."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(seed)
+    torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=256,
@@ -35,6 +36,20 @@ def make_llama(folder: Path, seed: int) -> Path:
 def copy_of(checkpoint: Path, folder: Path) -> Path:
     """The same bytes in another folder: other inodes, other times."""
     shutil.copytree(checkpoint, folder)
+    return folder
+
+
+def twin_of(checkpoint: Path, folder: Path) -> Path:
+    """The same headers, other bytes: a megabyte of weights with their signs the other way."""
+    copy_of(checkpoint, folder)
+    shard = min(folder.glob("*.safetensors"))
+    with shard.open("r+b") as file:
+        (header,) = struct.unpack("<Q", file.read(8))
+        file.seek(8 + header)
+        weights = bytearray(file.read(1 << 20))
+        weights[1::2] = bytes(byte ^ 0x80 for byte in weights[1::2])  # of each bfloat16 the sign
+        file.seek(8 + header)
+        file.write(weights)
     return folder
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from tests.support.clock import eventually
 from tests.support.opens import Opens
 from tests.support.processes import ROOT, RunningBroker
-from tests.vllm.checkpoints import copy_of, make_llama, prompt_of, text_of
+from tests.vllm.checkpoints import copy_of, make_llama, prompt_of, text_of, twin_of
 from tests.vllm.engines import END_SECONDS, START_SECONDS, Plan, Report, VllmEngine
 
 
@@ -179,7 +179,7 @@ class Run:
         self.row("second engine, two ranks", warm, opened)
 
     def wrong_keys(self) -> None:
-        twin = make_llama(self._folder / "twin", seed=2)
+        twin = twin_of(self._plan.model, self._folder / "twin")
         others: dict[str, dict[str, Any]] = {
             "another checkpoint with equal headers": {"model": twin},
             "another dtype": {"arguments": {"dtype": "float32"}},
@@ -301,7 +301,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="wb-vllm-") as name:
         folder = Path(name)
-        model = options.model or make_llama(folder / "llama", seed=1)
+        model = options.model or make_llama(folder / "llama")
         run = Run(folder, model.resolve(), options.device)
         try:
             parts = [run.baseline, run.cold_and_warm]
