@@ -78,7 +78,7 @@ class _Colour(enum.IntEnum):
         *(object(), len, lambda: None, torch.ones(1), torch.nn.Module(), _Colour.RED),
         *([1, object()], {"a": (len,)}, frozenset({1}), torch.device("cpu")),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,  # not its address: each worker has its own
 )
 def test_what_is_more_than_data_is_not_encoded(value: Any) -> None:
     """Objects, code, tensors and subclasses of plain types, also inside of containers."""
