@@ -25,9 +25,10 @@ def written(
     monkeypatch.setattr(logs, "_buckets", {})
     logger = logging.getLogger("weight-broker")
     before, level = list(logger.handlers), logger.level
+    logger.handlers.clear()  # of whoever ran here before
 
     def lines(log_format: str) -> list[str]:
-        if logger.handlers == before:
+        if not logger.handlers:
             log_to_stderr(log_format)
         return capsys.readouterr().err.splitlines()
 

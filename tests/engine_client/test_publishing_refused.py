@@ -172,6 +172,9 @@ class FullDevice:
     def map(self, *given: Any, **options: Any) -> None:
         raise self._error
 
+    def free_bytes(self) -> int:
+        return 0
+
 
 @pytest.mark.parametrize(
     ("error", "kind"),
