@@ -61,7 +61,8 @@ def test_an_unknown_operation_lists_the_known_ones() -> None:
     with pytest.raises(UnknownOperation) as error:
         wire.decode_request("acqire\n", b"")
     assert error.value.sentence.startswith(
-        "there is no operation 'acqire\\n'; did you mean acquire? known are abandon, acquire, cancel, claim, "
+        "there is no operation 'acqire\\n'; did you mean acquire? "
+        "known are abandon, acquire, cancel, claim, "
     )
 
 
