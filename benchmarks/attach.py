@@ -148,8 +148,12 @@ def _table(count: int, runs: Runs) -> Table:
             f"{_part(times, 'map').median * 1e3:.2f}",
             f"{_part(times, 'bind').median * 1e3:.2f}" if is_bound else "",
         )
+    first = _part(runs[LAZY], "aside: first tensor").median * 1e3
     access = _part(runs[LAZY], "aside: first access").median * 1e6
-    table.notes.append(f"Unbound, each tensor's first access costs {access:.1f} us more.")
+    table.notes.append(
+        f"Unbound, the first tensor costs {first:.2f} ms more, which describes them all, and each "
+        f"other's first access {access:.1f} us."
+    )
     if VLLM in runs:
         table.notes.append(
             "vLLM's protocol sends tensors of the CPU by value, so its row is no estimate of what "

@@ -139,9 +139,11 @@ class Ours(Method):
             with timed(times, "bind"):
                 weights.bind(module)
             return {"weights": weights, "module": module}
-        names = list(self.stored)[:LAZY_ACCESSES]
+        first, *names = list(self.stored)[: LAZY_ACCESSES + 1]
+        with timed(times, "aside: first tensor"):
+            tensors = [weights[first]]
         with timed(times, "aside: first access"):
-            tensors = [weights[name] for name in names]
+            tensors += [weights[name] for name in names]
         times["aside: first access"] /= len(names)
         return {"weights": weights, "tensors": tensors}
 
