@@ -15,22 +15,12 @@ from typing import Any
 MAX_LENGTH = 64
 
 
-def main() -> None:
-    given: dict[str, Any] = json.loads(sys.argv[1])
+def start(given: dict[str, Any]) -> None:
     began = time.perf_counter()
     from vllm import LLM, SamplingParams
 
     imported = time.perf_counter()
-    engine = LLM(
-        given["model"],
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=MAX_LENGTH,
-        max_num_seqs=2,
-        disable_log_stats=True,
-        worker_extension_cls="tests.vllm.extension.Extension",
-        **given["arguments"],
-    )
+    engine = LLM(**arguments_of(given))
     ready = time.perf_counter()
     sampling = SamplingParams(
         temperature=0, max_tokens=given["tokens"], ignore_eos=True, detokenize=False
@@ -49,6 +39,26 @@ def main() -> None:
     os._exit(0)  # vLLM's own end takes seconds, and the broker must not need it
 
 
+def arguments_of(given: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": given["model"],
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_model_len": MAX_LENGTH,
+        "max_num_seqs": 2,
+        "disable_log_stats": True,
+        "worker_extension_cls": "tests.vllm.extension.Extension",
+        **given["arguments"],
+    }
+
+
+def configure(given: dict[str, Any]) -> None:
+    """What vLLM does before any loader exists: it reads headers of some checkpoints for it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    EngineArgs(**arguments_of(given)).create_engine_config()
+
+
 def _external(engine: Any) -> int:
     """What the loader says the broker holds for this engine; asked again, as by a second start."""
     from vllm.config import set_current_vllm_config
@@ -57,6 +67,14 @@ def _external(engine: Any) -> int:
     config = engine.llm_engine.vllm_config
     with set_current_vllm_config(config):
         return int(get_model_loader(config.load_config).get_external_weight_memory(config))
+
+
+def main() -> None:
+    given: dict[str, Any] = json.loads(sys.argv[1])
+    if given["configure"]:
+        configure(given)
+    else:
+        start(given)
 
 
 if __name__ == "__main__":

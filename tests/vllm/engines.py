@@ -32,6 +32,7 @@ class Plan:
         arguments: further ones of vLLM's `LLM`.
         unpacked: the CPU build computes with plain weights, as a GPU does.
         external: have it ask what the broker holds for it.
+        configure: only read the configuration, and end.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Plan:
     tokens: int = 12
     unpacked: bool = False
     external: bool = False
+    configure: bool = False
 
     @property
     def ranks(self) -> int:
@@ -88,6 +90,7 @@ class VllmEngine:
             "tokens": plan.tokens,
             "prompt": plan.prompt,
             "external": plan.external,
+            "configure": plan.configure,
         }
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
