@@ -6,12 +6,17 @@ time-out. `--hypothesis-profile=thorough --timeout 3600` searches on, and shrink
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from tests.support.nursery import Nursery
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in the background of a shell without job control; what tests start would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "suite",
