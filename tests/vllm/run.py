@@ -164,6 +164,10 @@ class Run:
             self.row("same bytes, other folder" + ("" if is_first else ", again"), report, opened)
 
     def tensor_parallel(self) -> None:
+        heads = json.loads((self._plan.model / "config.json").read_text())["num_attention_heads"]
+        if heads % 2:
+            print(f"  (not with this checkpoint: vLLM cannot give {heads} heads to two ranks)")
+            return
         arguments = {"tensor_parallel_size": 2}
         alone, opened = self.run(self.plan("tp-baseline", arguments=arguments))
         self.row("vLLM's own loader, two ranks", alone, opened)
