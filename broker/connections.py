@@ -45,6 +45,12 @@ PATIENCE_SECONDS = 0.04
 """An honest request, 256 KiB at most, takes a fraction of a millisecond to arrive."""
 UNREAD_SECONDS = 1.0
 """What was sent so long ago and has left its queue was read."""
+DOUBT_SECONDS = 1.0
+"""So long after an event that may have been either is memory watched for what it was."""
+DOUBT_FACTOR = 4
+"""So much more memory before a peer is cut off that may only have read, as honest ones do."""
+CONNECTION_BYTES = 64 << 10
+"""What a connection and its session cost themselves, at most."""
 STRIKE_SECONDS = 60.0
 BAN_SECONDS = 10.0
 """A process that is cut off twice within `STRIKE_SECONDS` may not connect for so long."""
@@ -55,6 +61,20 @@ SPARE_DESCRIPTORS = 64
 _EVENT = struct.Struct("=Hi")
 """Of a monitor's first frame: event and value (zmq_socket_monitor(3))."""
 MONITORED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPT_FAILED
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """An event that was data arriving, read by libzmq before we looked, or the peer reading.
+
+    Attributes:
+        since: when it was seen.
+        resident, accepted: our memory, and all connections so far, when we had looked before.
+    """
+
+    since: float
+    resident: int
+    accepted: int
 
 
 @dataclass(eq=False)
@@ -68,6 +88,7 @@ class Connection:
         requests: how many have come out of it.
         surplus: frames above the limit that they had.
         unfinished_since: when data arrived that is no whole request yet; None: there is none.
+        doubt: since the last whole request.
     """
 
     number: int
@@ -77,6 +98,7 @@ class Connection:
     requests: int = 0
     surplus: int = 0
     unfinished_since: float | None = None
+    doubt: Doubt | None = None
     seen: int = field(default=0, repr=False)
     told_at: float | None = field(default_factory=time.monotonic, repr=False)
     """When something was sent to it (at first libzmq's greeting) that it may not have read yet:
@@ -120,10 +142,12 @@ class Connections:
         self._by_routing: dict[bytes, Connection] = {}
         self._addresses: Counter[str] = Counter()
         self._unfinished: set[Connection] = set()
+        self._in_doubt: set[Connection] = set()
         self._strikes: dict[int, tuple[float, float]] = {}
         self._arrivals = select.epoll()
         self._memory = Memory()
-        self._usual = self._memory.resident()
+        self._usual = self._looked = self._memory.resident()
+        self._accepts = 0
         loop.add(self._monitor_number(), READ, lambda _events: self._listen())
         self._wait_for_arrivals()
         # Its descriptor is edge-triggered, and something may have come before we looked at it.
@@ -173,6 +197,8 @@ class Connections:
             if connection.unfinished_since is not None:
                 connection.unfinished_since = None
                 self._unfinished.discard(connection)
+            if connection.doubt is not None:
+                self._clear(connection)
 
     def told(self, routing: bytes) -> None:
         """Something was sent to it."""
@@ -216,6 +242,7 @@ class Connections:
         connection = Connection(number, copy, peer_credentials(copy))
         self._by_number[number] = self._by_copy[copy.fileno()] = connection
         self._addresses[connection.address] += 1
+        self._accepts += 1
         # Data that was read already is no EPOLLIN any more, but its arrival is an event, and with
         # EPOLLOUT in the mask it is reported.
         self._arrivals.register(copy.fileno(), select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
@@ -298,12 +325,14 @@ class Connections:
         if self._by_routing.get(connection.routing) is connection:
             del self._by_routing[connection.routing]
         self._unfinished.discard(connection)
+        self._clear(connection)
 
     # --- what never ends ------------------------------------------------------------------
 
     def _look_later(self) -> None:
         """Something arrives: look at all of it in a moment, and never more often than that."""
         self._loop.remove(self._arrivals.fileno())
+        self._looked = self._memory.resident()
         self._loop.call_later(WINDOW_SECONDS, self._look)
 
     def _look(self) -> None:
@@ -320,6 +349,8 @@ class Connections:
         self._judge()
         if self._unfinished:
             self._loop.call_later(WINDOW_SECONDS, self._look)
+        elif self._in_doubt:
+            self._loop.call_later(REST_SECONDS, self._look)
         else:
             self._loop.call_later(REST_SECONDS, self._wait_for_arrivals)
 
@@ -343,27 +374,54 @@ class Connections:
         """It has perhaps only read what we sent, which is an event too."""
         queued = array.array("i", [0])
         fcntl.ioctl(connection.copy, termios.TIOCOUTQ, queued)
-        long_ago = time.monotonic() - (connection.told_at or 0.0) > UNREAD_SECONDS
+        now = time.monotonic()
+        long_ago = now - (connection.told_at or 0.0) > UNREAD_SECONDS
         if long_ago and not queued[0]:
             connection.told_at = None
+        if connection.doubt is None:
+            connection.doubt = Doubt(now, self._looked, self._accepts)
+            self._in_doubt.add(connection)
+
+    def _clear(self, connection: Connection) -> None:
+        connection.doubt = None
+        self._in_doubt.discard(connection)
 
     def _judge(self) -> None:
         """Cut off whose requests do not end while they cost too much memory together."""
-        resident = self._memory.resident()
+        self._looked = self._memory.resident()
+        self._judge_doubts()
         if not self._unfinished:
-            self._usual = resident
+            self._usual = self._looked
             return
-        grown = resident - self._usual
+        grown = self._looked - self._usual
         if grown <= self._limits.stream_bytes:
             return
         before = time.monotonic() - PATIENCE_SECONDS
         for connection in list(self._unfinished):
             if connection.unfinished_since is not None and connection.unfinished_since <= before:
-                self.cut(
-                    connection,
-                    f"its request did not end, {grown} bytes of memory went into such requests "
-                    f"{self._limits.reached('stream_bytes')}",
-                )
+                self._cut_unfinished(connection, grown)
+
+    def _judge_doubts(self) -> None:
+        """Whether memory says that it was data; an honest peer is in doubt each time it reads."""
+        now = time.monotonic()
+        for connection in list(self._in_doubt):
+            doubt = connection.doubt
+            if doubt is None or now - doubt.since < PATIENCE_SECONDS:
+                continue
+            itself = (self._accepts - doubt.accepted) * CONNECTION_BYTES
+            grown = self._looked - doubt.resident - itself
+            factor = DOUBT_FACTOR if connection.requests else 1
+            if grown > factor * self._limits.stream_bytes:
+                self._cut_unfinished(connection, grown)
+            elif now - doubt.since > DOUBT_SECONDS:
+                self._clear(connection)
+
+    def _cut_unfinished(self, connection: Connection, grown: int) -> None:
+        self.cut(
+            connection,
+            f"its request did not end, {grown} bytes of memory went into such requests "
+            f"{self._limits.reached('stream_bytes')}",
+        )
 
 
 class Memory:
