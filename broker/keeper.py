@@ -35,7 +35,7 @@ from broker.listeners import Listeners
 from broker.logs import log_event
 from broker.rundir import BrokerPaths
 from broker.sd_notify import notify, watchdog_seconds
-from broker.stop_signals import on_stop_signal
+from broker.stop_signals import STOP_SIGNALS, on_stop_signal
 
 STEADY_SECONDS = 10.0
 """A server that lived this long did not die of its start."""
@@ -93,12 +93,17 @@ class Keeper:
         self._kept[kind, key] = Item("keep", kind, key, record, [descriptor])
 
     def stop_on_signals(self) -> None:
-        """SIGTERM and SIGINT end server and keeper in order. Only from the main thread."""
-        on_stop_signal(self._on_signal)
+        """SIGTERM, SIGINT, and SIGHUP of a terminal that closes, end server and keeper in order.
+
+        Only from the main thread.
+        """
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # by nohup
+        on_stop_signal(self._on_signal, STOP_SIGNALS if ignored else (*STOP_SIGNALS, signal.SIGHUP))
 
     def _on_signal(self, number: signal.Signals) -> None:
         self._stopping = True
-        self._stop_signal = number
+        if number in STOP_SIGNALS:  # SIGHUP means something else to the server
+            self._stop_signal = number
         os.eventfd_write(self._signals, 1)
 
     def run(self, on_ready: Callable[[str], None] | None = None) -> int:

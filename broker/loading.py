@@ -69,7 +69,12 @@ class Loading:
         A failure is the answer of who waits.
         """
         ticket = self._broker.tickets.get(action.ticket)
-        given = None if ticket is None or ticket.source is None else os.dup(ticket.source)
+        try:
+            given = None if ticket is None or ticket.source is None else os.dup(ticket.source)
+        except OSError as error:  # no descriptor is left
+            failed = partial(self._broker.end_session, action.session, _not_started(error))
+            self._broker.loop.call_soon_threadsafe(failed)  # the action is one of several
+            return
         self._queue.append(_Queued(action, self._job(action), given))
         self._start_next()
         if self._queue:
@@ -173,8 +178,7 @@ class Loading:
         session = action.session
         self._starting.discard(session)
         if isinstance(result, BaseException):
-            error = LoadFailed(f"the loader could not be started: {result}", reason="loader-died")
-            self._broker.end_session(session, error)
+            self._broker.end_session(session, _not_started(result))
             self._start_next()
             return
         pid = result.process.pid
@@ -214,3 +218,7 @@ class Loading:
         cause = LoadFailed(said, reason=ending.reason, last_words=ending.last_words)
         self._broker.end_session(session, cause, closed=in_order)
         self._start_next()
+
+
+def _not_started(cause: BaseException) -> LoadFailed:
+    return LoadFailed(f"the loader could not be started: {cause}", reason="loader-died")

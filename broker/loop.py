@@ -117,6 +117,18 @@ class Helpers:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="broker-helper")
         self._queues: dict[Hashable, deque[Callable[[], None]]] = {}
         self._lock = threading.Lock()
+        self._start_all(threads)
+
+    def _start_all(self, threads: int) -> None:
+        """Later the system may refuse a thread, with a request half done."""
+        all_there = threading.Barrier(threads + 1)
+        try:
+            for _ in range(threads):
+                self._pool.submit(all_there.wait)
+        except RuntimeError:
+            all_there.abort()
+            raise
+        all_there.wait()
 
     def submit(
         self,

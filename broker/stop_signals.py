@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -14,20 +14,21 @@ no frame in which that could happen, so signals without end cannot use up the st
 told as an error of ours if a signal has come just before.)"""
 
 
-def on_stop_signal(action: Callable[[signal.Signals], None]) -> None:
-    """Have `action` called once, with the first SIGTERM or SIGINT. Only from the main thread."""
-
+def on_stop_signal(
+    action: Callable[[signal.Signals], None], signals: Sequence[signal.Signals] = STOP_SIGNALS
+) -> None:
+    """Have `action` called once, with the first of the signals. Only from the main thread."""
     begun = False
 
     def first(number: int, _frame: object) -> None:
         nonlocal begun
         if not begun:
             begun = True
-            for each in STOP_SIGNALS:
+            for each in signals:
                 signal.signal(each, _do_nothing)
             action(signal.Signals(number))
 
-    for number in STOP_SIGNALS:
+    for number in signals:
         signal.signal(number, first)
 
 
@@ -36,4 +37,4 @@ def hold_stop_signals() -> None:
 
     Only from the main thread, when no other thread is left that takes signals.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP_SIGNALS, signal.SIGHUP))

@@ -268,6 +268,13 @@ def test_stop_in_the_middle_of_a_running_load(
     assert "error" in engine.answer() or engine.ask("identity")
 
 
+def test_closed_terminal(broker: RunningBroker) -> None:
+    """SIGHUP, which a terminal sends when it closes, is an orderly end too."""
+    with broker.client():
+        stop_in_time(broker, signal.SIGHUP)
+    assert not list(broker.directory.glob("*.zmq"))
+
+
 def test_impatient_signals(broker: RunningBroker, checkpoint: str) -> None:
     """Signals without end during the end change nothing about it."""
     with broker.client() as client:

@@ -181,6 +181,26 @@ def test_no_descriptor_for_a_checkpoint(start_broker: StartBroker, tmp_path: Pat
         client.acquire(checkpoint).release()
 
 
+def test_no_memory_for_threads(start_broker: StartBroker, tmp_path: Path) -> None:
+    """Whatever a server without address space answers, nothing is left half done in it."""
+    checkpoint = Checkpoint(small_checkpoint(tmp_path / "c"))
+    broker = start_broker()
+    server = broker.server_pid()
+    with broker.client() as client:
+        _soft, hard = resource.prlimit(server, resource.RLIMIT_AS)
+        resource.prlimit(server, resource.RLIMIT_AS, (virtual_bytes(server) + (1 << 20), hard))
+        with contextlib.suppress(BrokerError):
+            client.acquire(checkpoint).release()
+        resource.prlimit(server, resource.RLIMIT_AS, (hard, hard))
+        client.acquire(checkpoint, timeout=20 * SCALE).release()
+    assert broker.server_pid() == server
+
+
+def virtual_bytes(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    return pages * resource.getpagesize()
+
+
 def connect_until_refused(broker: RunningBroker, opened: contextlib.ExitStack) -> BrokerError:
     for _ in range(200):
         try:
