@@ -207,7 +207,7 @@ class Loading:
 
     def _ended(self, session: int, pid: int, ending: Ending) -> None:
         is_missed = bool(self._broker.books.sessions[session].claims)
-        said = f"the loader process {ending}"
+        said = "its work is done" if ending.in_order else f"the loader process {ending}"
         if is_missed:
             self._broker.books.counters["loaders_died"] += 1
             said = f"the loader process died before the weights were complete: it {ending}"

@@ -205,6 +205,8 @@ class EngineClient(Operator, Publisher):
         if isinstance(weights, WeightKey):
             demand = _demand_of(weights, demand)
         elif isinstance(weights, str):
+            if "/" in weights:
+                raise BadRequest(f"{weights!r} is no name; a folder is acquire(Checkpoint(path))")
             demand = msgspec.structs.replace(demand, name=weights)
         else:
             raise BadRequest(

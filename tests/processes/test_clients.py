@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from broker.errors import BrokerError, BrokerLost, ShuttingDown, UsageError
+from broker.errors import BadRequest, BrokerError, BrokerLost, ShuttingDown, UsageError
 from engine_client import Checkpoint, EngineClient, WeightSet
 from tests.support.clock import SCALE, eventually
 from tests.support.processes import LoaderFault, RunningBroker
@@ -252,6 +252,15 @@ def test_closing_gives_back_what_is_not_used(
     del view
     used.release()
     assert slab_mappings() == 0
+
+
+def test_a_path_is_no_name(shared_broker: RunningBroker) -> None:
+    """Who gives a folder where a name belongs is told how to ask for a folder."""
+    with (
+        shared_broker.client() as client,
+        pytest.raises(BadRequest, match=r"'/models/m' is no name; .*Checkpoint\(path\)"),
+    ):
+        client.acquire("/models/m")
 
 
 def test_empty_tensor_has_empty_memory(shared_broker: RunningBroker, tmp_path: Path) -> None:
