@@ -14,7 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.errors import UsageError
+from broker.errors import Mismatch, UsageError
+from engine_client.integrations.vllm.carried import state_of
 from engine_client.integrations.vllm.plain import (
     NotPlainError,
     as_text,
@@ -26,7 +27,7 @@ from engine_client.integrations.vllm.plain import (
 _LEAVES = (
     st.none()
     | st.booleans()
-    | st.integers(-(1 << 62), 1 << 62)
+    | st.integers(-(1 << 70), 1 << 70)
     | st.floats(allow_nan=False)
     | st.text(max_size=8)
     | st.binary(max_size=8)
@@ -62,14 +63,19 @@ def test_an_attribute_arrives_as_what_it_was(value: Any) -> None:
     assert _same(decode(msgspec.json.decode(text)), value)
 
 
-@pytest.mark.parametrize("value", [math.inf, -0.0, {3, 1}, set()])
+@pytest.mark.parametrize("value", [math.inf, -0.0, {3, 1}, set(), "\ud800", 1 << 70])
 def test_values_that_json_has_not_arrive_too(value: Any) -> None:
-    """Infinity, minus zero and sets."""
+    """Infinity, minus zero, sets, half a pair of surrogates and numbers of more than 64 bits."""
     assert repr(decode(msgspec.json.decode(msgspec.json.encode(encode(value))))) == repr(value)
 
 
 class _Colour(enum.IntEnum):
     RED = 1
+
+
+class _Access(enum.Flag):
+    READ = 1
+    WRITE = 2
 
 
 @pytest.mark.parametrize(
@@ -86,7 +92,19 @@ def test_what_is_more_than_data_is_not_encoded(value: Any) -> None:
         encode(value)
 
 
-@pytest.mark.parametrize("text", [["code", "x"], ["dtype", "nn"], ["dtype", "Tensor"], ["list"]])
+_DEEP: Any = 1
+for _ in range(5000):
+    _DEEP = ["list", [_DEEP]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(["code", "x"], ["dtype", "nn"], ["dtype", "Tensor"], ["list"], {"a": 1}, 1.5),
+        *(["float", "0x1p99999"], ["size", [1 << 70]], _DEEP),
+    ],
+    ids=lambda text: str(text)[:20] if text is not _DEEP else "deep",
+)
 def test_what_nobody_encoded_is_refused(text: Any) -> None:
     """Nothing but dtypes is looked up by name, and only in torch."""
     with pytest.raises(UsageError, match="no encoded attribute"):
@@ -116,8 +134,26 @@ def test_equal_settings_are_equal_text() -> None:
         (_Settings("x", Path("/y")), {"name": "x", "path": "/y"}),
         (torch.float16, torch.bfloat16),
         ([1, [2]], [[1], 2]),
+        ({1: "a"}, {"1": "a"}),
+        ({None: 1}, {"None": 1}),
+        ({1: "a", "1": "b"}, {"1": "b"}),
+        ({1}, [1]),
+        ([], {}),
+        (["list", [1]], [1]),
+        (["set", [1]], {1}),
+        (math.inf, "inf"),
+        (0.0, -0.0),
+        (torch.float16, "torch.float16"),
+        (torch.device("cpu"), "cpu"),
+        (int, "builtins.int"),
+        (Path("a"), "a"),
+        (b"ab", "ab"),
+        ("\ud800", "\ud801"),
+        (1 << 70, float(1 << 70)),
+        (torch.__version__, str(torch.__version__)),
+        (_Access.READ | _Access.WRITE, _Access.READ),
     ],
-    ids=repr,
+    ids=ascii,
 )
 def test_different_settings_are_different_text(one: Any, other: Any) -> None:
     """A key must tell them apart."""
@@ -138,3 +174,14 @@ def test_a_setting_that_contains_itself_is_refused() -> None:
         canonical(loop, "it")
     with pytest.raises(NotPlainError, match="contains itself"):
         encode(loop)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [b'{"plain":' + b'{"a":' * 3000, b'{"plain":{"a":{"b":' + b"[" * 5000 + b"]" * 5000 + b"}}}"],
+    ids=["objects", "lists"],
+)
+def test_a_state_that_is_nested_deeply_is_refused(state: bytes) -> None:
+    """As no state of ours: a stack that overflows says nothing."""
+    with pytest.raises(Mismatch, match="has not what vLLM's plugin publishes"):
+        state_of(state)

@@ -150,7 +150,7 @@ def state_of(memory: bytes) -> Carried:
     """
     try:
         carried = msgspec.json.decode(memory, type=Carried)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Mismatch(f"this set has not what vLLM's plugin publishes: {error}") from error
     odd = sorted(name for name in _names_in(carried) if name.startswith("__"))
     if odd:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from broker.errors import UsageError
+from broker.errors import BadRequest, UsageError
+from broker.rundir import check_name
 
 LOAD_FORMAT = "weight_broker"
+MOST_SECONDS = 10**9
+"""Of a timeout, some thirty years: more than any clock here can wait."""
 
 Stage = Literal["processed", "loaded"]
 Mode = Literal["map", "copy"]
@@ -58,7 +61,7 @@ def parse_options(given: object) -> Options:
             f"--model-loader-extra-config must be a mapping, not {type(given).__name__}"
         )
     known = [field.name for field in dataclasses.fields(Options)]
-    unknown = sorted(str(name) for name in given if name not in known)
+    unknown = sorted(repr(name) for name in given if name not in known)
     if unknown:
         raise UsageError(
             f"--model-loader-extra-config: load format {LOAD_FORMAT} knows no "
@@ -67,7 +70,9 @@ def parse_options(given: object) -> Options:
     for name, value in given.items():
         fault = _fault(name, value)
         if fault:
-            raise UsageError(f"--model-loader-extra-config: {name} must be {fault}, not {value!r}")
+            raise UsageError(
+                f"--model-loader-extra-config: {name} must be {fault}, not {_shown(value)}"
+            )
     return Options(**given)
 
 
@@ -79,10 +84,33 @@ def _fault(name: str, value: Any) -> str:
     if name == "fallback":
         return "" if isinstance(value, bool) else "true or false"
     if name == "timeout":
-        return "" if value is None or _is_seconds(value) else "a positive number of seconds"
-    return "" if value is None or (isinstance(value, str) and value) else "a text"
+        wanted = f"a positive number of seconds, {MOST_SECONDS} at most"
+        return "" if value is None or _is_seconds(value) else wanted
+    if name == "broker":
+        return "" if value is None or _is_name(value) else "a broker's name"
+    return "" if value is None or _is_whole_path(value) else "a whole path"
 
 
 def _is_seconds(value: Any) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value > 0
+    return is_number and 0 < value <= MOST_SECONDS
+
+
+def _is_name(value: Any) -> bool:
+    try:
+        check_name(value)
+    except (BadRequest, TypeError):
+        return False
+    return True
+
+
+def _is_whole_path(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith("/") and "\0" not in value
+
+
+def _shown(value: Any) -> str:
+    """A value that may be anything, in no more room than a sentence has."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # a whole number of thousands of digits
+        return "that"
