@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from broker.checkpoints.header import StoredTensor
-from broker.errors import BindError, LoadFailed, UnsupportedQuantForIPCError, UsageError
+from broker.errors import BadRequest, BindError, LoadFailed, UnsupportedQuantForIPCError, UsageError
 from engine_client import EngineClient
 from engine_client.integrations.transformers import from_pretrained
 from engine_client.integrations.transformers.classes import Chosen, choose_class
@@ -186,3 +187,46 @@ def test_the_architecture_chosen_among_several(transformers: Any, tmp_path: Path
         transformers.FunnelConfig(architectures=[written]).save_pretrained(tmp_path)
         chosen = choose_class(tmp_path, transformers.AutoModel, {})
         assert chosen.model_class is getattr(transformers, written)
+
+
+# --- files and code that the library would take -----------------------------------------------
+
+
+def set_in_config(folder: Path, **values: Any) -> None:
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **values}))
+
+
+def test_weights_that_the_configuration_names(llama: Path) -> None:
+    """The library would load that file and not the one with the usual name: refused by name."""
+    set_in_config(llama, transformers_weights="other.safetensors")
+    with pytest.raises(UsageError, match=r"transformers_weights .* names 'other.safetensors'"):
+        from_pretrained(llama, client=NOBODY)
+
+
+def test_a_file_that_the_library_would_not_read(llama: Path) -> None:
+    """The broker would load the one file there is; the library finds none."""
+    (llama / "model.safetensors").rename(llama / "weights.safetensors")
+    with pytest.raises(UsageError, match=r"the library reads no others; name 'weights.safetensors"):
+        from_pretrained(llama, client=NOBODY)
+
+
+@pytest.mark.parametrize("options", [{}, {"trust_remote_code": False}])
+def test_code_beside_the_weights(
+    transformers: Any, llama: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A configuration whose class comes with the checkpoint is refused, and nobody is asked."""
+    monkeypatch.setattr("builtins.input", lambda _said: pytest.fail("asked on the terminal"))
+    set_in_config(llama, model_type="theirs", auto_map={"AutoConfig": "code.Config"})
+    (llama / "code.py").write_text("raise SystemExit('run')")
+    for model_class in (None, transformers.AutoModelForCausalLM):
+        with pytest.raises(UsageError, match="such code is not run from here"):
+            from_pretrained(llama, client=NOBODY, model_class=model_class, **options)
+
+
+def test_types_that_the_library_does_not_take(llama: Path) -> None:
+    """A path of bytes and a configuration in a dict are told with a sentence."""
+    with pytest.raises(BadRequest, match=r"path has to be a str or a pathlib.Path, not bytes"):
+        from_pretrained(cast(str, os.fsencode(llama)), client=NOBODY)
+    with pytest.raises(BadRequest, match=r"config has to be a configuration .* not dict"):
+        from_pretrained(llama, client=NOBODY, config={"model_type": "llama"})

@@ -49,7 +49,9 @@ def share_computed(
 
     def compute() -> dict[str, Tensor]:
         with torch.device("cpu"):
-            model = chosen.model_class.from_pretrained(path, config=chosen.config, **chosen.options)
+            model = chosen.model_class.from_pretrained(
+                path, config=chosen.config, trust_remote_code=False, **chosen.options
+            )
         if _stamps(path) != stamps:
             raise LoadFailed(
                 f"{path} was changed while it was loaded; ask again",

@@ -18,9 +18,14 @@ from broker.errors import BindError, UsageError
 from broker.quantization import check_ipc_quant_support, quantization_config_in
 from engine_client.checkpoint import Checkpoint
 from engine_client.client import EngineClient
-from engine_client.integrations.transformers.classes import choose_class
+from engine_client.integrations.transformers.classes import Chosen, choose_class
 from engine_client.integrations.transformers.computed import share_computed
 from engine_client.integrations.transformers.options import checked
+from engine_client.integrations.transformers.same_files import (
+    refuse_adapter,
+    require_same_files,
+    require_text,
+)
 from engine_client.integrations.transformers.skeleton import Skeleton, build_skeleton
 from engine_client.weight_set import WeightSet
 
@@ -58,19 +63,22 @@ def from_pretrained(
             `generation_config`, and whatever changes the configuration.
 
     Raises:
-        UsageError: an option that cannot be used with shared weights, or no class for this model.
+        BadRequest: path or `config` is of a type that cannot be used.
+        UsageError: an option that cannot be used with shared weights, no class for this model, or a
+            folder of which the library would read other files.
         BindError: weights are missing, or of another shape; lists all. No model is left.
         UnsupportedQuantForIPCError: sharing them could give wrong numbers.
         NotFound, LoadFailed, OverBudget, RequestTimeout, BrokerLost: as `EngineClient.acquire`.
         What the library raises about configuration and options.
     """
     options = checked(kwargs)
-    _refuse_adapter(Path(path))
+    refuse_adapter(Path(require_text(path)))
     with open_checkpoint(path) as opened:
         config_file = read_config(opened.folder)
         check_ipc_quant_support(quantization_config_in(config_file or {}), where="engine")
         plan = plan_checkpoint(opened.folder, opened.only, opened.path)
     chosen = choose_class(path, model_class, options)
+    require_same_files(plan, chosen.config, Path(path))
     skeleton = build_skeleton(chosen, plan.tensors)
     _require_complete(skeleton, plan.path)
     if skeleton.computed:
@@ -87,7 +95,7 @@ def from_pretrained(
         weights.let_go()
         raise
     model = skeleton.model
-    _finish(model, path, options.get("generation_config") is not None)
+    _finish(model, path, chosen)
     _weights[model] = weights
     return model
 
@@ -107,14 +115,6 @@ def weights_of(model: Module) -> WeightSet:
 
 
 _weights: weakref.WeakKeyDictionary[Module, WeightSet] = weakref.WeakKeyDictionary()
-
-
-def _refuse_adapter(folder: Path) -> None:
-    if (folder / "adapter_config.json").exists():
-        raise UsageError(
-            f"from_pretrained: {folder} holds an adapter; load its base model from here and then "
-            "the adapter beside it, with model.load_adapter"
-        )
 
 
 def _require_complete(skeleton: Skeleton, path: str) -> None:
@@ -196,22 +196,22 @@ def _is_same(weights: WeightSet, one: str, other: str) -> bool:
     return first.data_ptr() == second.data_ptr() or torch.equal(first, second)
 
 
-def _finish(model: Any, path: str | os.PathLike[str], has_generation_config: bool) -> None:
+def _finish(model: Any, path: str | os.PathLike[str], chosen: Chosen) -> None:
     """What the library does once the weights are there: names the path, reads how to generate."""
     model.config.name_or_path = str(path)
     for part in model.modules():
         if getattr(part, "name_or_path", None) == _NO_PATH:
             part.name_or_path = str(path)
-    if model.can_generate() and not has_generation_config:
-        model.generation_config = _generation_config(path)
+    if model.can_generate() and chosen.options.get("generation_config") is None:
+        model.generation_config = _generation_config(path, chosen.for_generation)
 
 
-def _generation_config(path: str | os.PathLike[str]) -> Any:
+def _generation_config(path: str | os.PathLike[str], options: dict[str, Any]) -> Any:
     from transformers import GenerationConfig
 
     try:
-        return GenerationConfig.from_pretrained(path)
+        return GenerationConfig.from_pretrained(path, **options)
     except OSError:  # there is no such file: older checkpoints keep it in config.json
         return GenerationConfig.from_pretrained(
-            path, config_file_name="config.json", _from_model_config=True
+            path, config_file_name="config.json", _from_model_config=True, **options
         )

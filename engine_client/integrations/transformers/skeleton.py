@@ -170,6 +170,7 @@ def _build(
             state_dict={tensor.name: _stand_in(tensor, equalities) for tensor in stored},
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # told by us, together with everything else
+            trust_remote_code=False,
             **chosen.options,
         )
     return built
