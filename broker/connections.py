@@ -404,9 +404,13 @@ class Connections:
     def _judge_doubts(self) -> None:
         """Whether memory says that it was data; an honest peer is in doubt each time it reads."""
         now = time.monotonic()
+        others = self._unfinished or any(not each.requests for each in self._in_doubt)
         for connection in list(self._in_doubt):
             doubt = connection.doubt
             if doubt is None or now - doubt.since < PATIENCE_SECONDS:
+                continue
+            if connection.requests and others:
+                self._clear(connection)  # there is somebody more likely
                 continue
             itself = (self._accepts - doubt.accepted) * CONNECTION_BYTES
             grown = self._looked - doubt.resident - itself
