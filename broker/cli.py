@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
+from typing import NoReturn
 
 from broker import VERSION
 from broker.commands import (
@@ -24,7 +25,7 @@ from broker.commands import (
     status,
 )
 from broker.errors import BrokerError
-from broker.logs import shown_sentence
+from broker.logs import printable, shown_sentence
 from broker.suggest import did_you_mean
 
 EXIT_INTERRUPTED = 130
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _say_interrupted(what: str) -> None:
     """On a line of its own: the terminal has written `^C` into the last one."""
     start = "\n" if sys.stderr.isatty() else ""
-    print(f"{start}weight-broker: interrupted{what and ': ' + what}", file=sys.stderr)
+    print(f"{start}weight-broker: interrupted{what and ': ' + printable(what)}", file=sys.stderr)
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -67,13 +68,20 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Refuses what was typed without sending it to the terminal as it is."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The whole command line; `command` of what is parsed carries the command out."""
     return _parser_and_commands()[0]
 
 
 def _parser_and_commands() -> tuple[argparse.ArgumentParser, Collection[str]]:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="weight-broker",
         description="Inference engines on one GPU node share one copy of the model weights.",
         epilog="`weight-broker COMMAND --help` explains a command, with examples.",

@@ -10,11 +10,22 @@ from broker.errors import BadRequest
 from broker.journal.file import LEAST_BYTES
 from broker.limits import Limits
 from broker.logs import LOG_FORMATS
-from broker.rundir import DEFAULT_NAME
+from broker.rundir import (
+    DEFAULT_NAME,
+    DIRECTORY_VARIABLE,
+    BrokerPaths,
+    candidate_directories,
+    check_name,
+)
 
 RESERVE_FRACTION = 1 / 16
 """Of what is free at the start, left alone when no --memory-limit is given: for engines' own
 contexts and activations."""
+
+MOST_LOADER_THREADS = 1024
+"""More readers than any disk serves, and fewer than a process may have threads."""
+MOST_BYTES = (1 << 63) - 1
+"""Of any size: what a signed number of 64 bits holds, as messages and journals have them."""
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -54,6 +65,7 @@ class BrokerConfig:
     journal_limit: int = 4 << 20
 
     def __post_init__(self) -> None:
+        self._check_places()
         if self.device != SIMULATED and not means_gpus(self.device):
             raise BadRequest(
                 f"--device {self.device}: choose auto, cuda or simulated, or name GPUs by number "
@@ -62,11 +74,33 @@ class BrokerConfig:
             )
         if self.loader_threads < 1:
             raise BadRequest("--loader-threads must be at least 1", setting="loader-threads")
+        if self.loader_threads > MOST_LOADER_THREADS:
+            raise BadRequest(
+                f"--loader-threads must be at most {MOST_LOADER_THREADS}", setting="loader-threads"
+            )
         if self.metrics is not None:
             from broker.metrics.address import parse_address
 
             parse_address(self.metrics)
         memory_limit_bytes(self.memory_limit, free_bytes=0, total_bytes=1)
+
+    def _check_places(self) -> None:
+        """Name and paths, without a look at the disk."""
+        _check_path("dir", "" if self.directory is None else str(self.directory))
+        for path in self.preload:
+            _check_path("preload", path)
+        try:
+            check_name(self.name)
+        except BadRequest as error:
+            raise BadRequest(error.sentence, setting="name") from error
+        whole = None if self.directory is None else str(self.directory.absolute())
+        for candidate in candidate_directories({DIRECTORY_VARIABLE: whole} if whole else None):
+            BrokerPaths(candidate, self.name)  # a path that is too long
+
+
+def _check_path(setting: str, path: str) -> None:
+    if "\0" in path:
+        raise BadRequest(f"--{setting} {path!r}: no path has a NUL in it", setting=setting)
 
 
 def memory_limit_bytes(text: str | None, *, free_bytes: int, total_bytes: int) -> int:
@@ -86,6 +120,8 @@ def memory_limit_bytes(text: str | None, *, free_bytes: int, total_bytes: int) -
         raise _no_limit(text, "that is no number of bytes") from error
     if number <= 0 or (not is_share and number < 1):
         raise _no_limit(text, "no weights at all would fit")
+    if not is_share and number > MOST_BYTES:
+        raise _no_limit(text, f"{MOST_BYTES} bytes is the most")
     if is_share and number > 100:
         raise _no_limit(text, "that is more memory than a device has")
     return int(total_bytes * number / 100) if is_share else int(number)
@@ -101,6 +137,8 @@ def journal_bytes(text: str) -> int:
         nbytes = int(_bytes(text.strip().lower()))
     except (ValueError, KeyError, OverflowError) as error:
         raise _no_journal(text, "that is no number of bytes") from error
+    if nbytes > MOST_BYTES:
+        raise _no_journal(text, f"{MOST_BYTES} bytes is the most")
     if nbytes != 0 and nbytes < LEAST_BYTES:
         raise _no_journal(text, f"a journal needs {LEAST_BYTES} bytes")
     return nbytes

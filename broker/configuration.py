@@ -10,6 +10,7 @@ A name that means nothing is an error with the nearest ones, in the file and amo
 from __future__ import annotations
 
 import re
+import reprlib
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from broker.suggest import did_you_mean
 CONFIG_OPTION = "--config"
 CONFIG_VARIABLE = f"{VARIABLE_PREFIX}CONFIG"
 DEFAULT = "default"
+MOST_FILE_BYTES = 1 << 20
+"""Of a file of settings; more is something else, and may have no end."""
 PRECEDENCE = (
     "An option counts more than a variable, that more than the file, that more than the default."
 )
@@ -192,7 +195,8 @@ def _from_file(path: str) -> dict[str, Found]:
         try:
             found[name] = Found(setting.from_file(value), path)
         except ValueError as error:
-            raise BadRequest(f"{path}: {name} {error}, not {value!r}", setting=name) from error
+            shown = _shown(value)
+            raise BadRequest(f"{path}: {name} {error}, not {shown}", setting=name) from error
     return found
 
 
@@ -202,15 +206,34 @@ def _read(path: str) -> dict[str, Any]:
     else:
         import tomli as tomllib
     try:
-        return tomllib.loads(Path(path).read_text("utf-8"))
+        with Path(path).open("rb") as file:
+            return tomllib.loads(_decoded(file.read(MOST_FILE_BYTES + 1)))
     except FileNotFoundError as error:
         raise NotFound(f"there is no configuration file {path}", path=path) from error
     except OSError as error:
         raise BadRequest(
             f"the configuration file {path} cannot be read ({error.strerror})", path=path
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError as error:
+        raise BadRequest(
+            f"{path} is not a file of settings: nested too deeply", path=path
+        ) from error
+    except ValueError as error:  # also of bytes that are no UTF-8, and of thousands of digits
         raise BadRequest(f"{path} is not a TOML file: {error}", path=path) from error
+
+
+def _decoded(data: bytes) -> str:
+    if len(data) > MOST_FILE_BYTES:
+        raise ValueError(f"it has more than {MOST_FILE_BYTES} bytes")
+    return data.decode("utf-8").replace("\r\n", "\n")
+
+
+def _shown(value: object) -> str:
+    """A value of the file in a sentence, cut if it is long."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # a number of thousands of digits
+        return "that"
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:

@@ -18,6 +18,10 @@ from broker.errors import BadRequest
 GROUP_VARIABLE = "WEIGHT_BROKER_GROUP"
 """Set for an engine, or a command, that uses a broker which another user shares with this group."""
 _SO_PEERGROUPS = 59  # asm-generic/socket.h
+_MOST_GROUP = (1 << 32) - 2
+"""A `gid_t`; the number after it means none (chown(2))."""
+_LONGEST_GROUP = 20
+"""Digits that are looked at."""
 _MAX_GROUPS = 256
 """Python's `getsockopt` returns 1024 bytes at most."""
 
@@ -90,14 +94,27 @@ def group_id(name: str) -> int:
         BadRequest: there is no such group here.
     """
     if name.isascii() and name.isdecimal():
-        return int(name)
+        return _group_number(name)
     try:
         return grp.getgrnam(name).gr_gid
-    except KeyError as error:
+    except (KeyError, ValueError) as error:  # a NUL, or half a pair of surrogates
         raise BadRequest(
             f"there is no group {name!r} on this machine; create it, or give its number",
             group=name,
+            setting="group",
         ) from error
+
+
+def _group_number(digits: str) -> int:
+    number = int(digits[:_LONGEST_GROUP])
+    if len(digits) > _LONGEST_GROUP or number > _MOST_GROUP:
+        raise BadRequest(
+            f"there can be no group {digits[:_LONGEST_GROUP]!r}: the largest number of a group is "
+            f"{_MOST_GROUP}",
+            group=digits[:_LONGEST_GROUP],
+            setting="group",
+        )
+    return number
 
 
 def own_access(group: int | None = None) -> Access:

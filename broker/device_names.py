@@ -9,7 +9,7 @@ AUTO = "auto"
 SIMULATED = "simulated"
 
 _EVERY_GPU = (AUTO, "cuda")
-_GPU = re.compile(r"auto|cuda(:\d+)?|(GPU|MIG)-.+")
+_GPU = re.compile(r"auto|cuda(:[0-9]{1,9})?|(GPU|MIG)-.+")
 """torch's names (ROCm devices are "cuda" to torch too) and UUIDs."""
 
 

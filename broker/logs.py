@@ -53,8 +53,14 @@ def say_refusal(error: BrokerError, log_format: str) -> None:
 
 def shown_sentence(error: BrokerError) -> str:
     """An error's sentence that says who speaks."""
-    prefixed = error.sentence.startswith("[weight-broker:")
-    return error.sentence if prefixed else f"weight-broker: {error.sentence}"
+    sentence = printable(error.sentence)
+    prefixed = sentence.startswith("[weight-broker:")
+    return sentence if prefixed else f"weight-broker: {sentence}"
+
+
+def printable(text: str) -> str:
+    """Text of anybody's without what would move the cursor of a terminal, or begin a line."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def log_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

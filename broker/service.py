@@ -19,7 +19,6 @@ from broker.rundir import (
     DIRECTORY_VARIABLE,
     BrokerPaths,
     broker_directory,
-    candidate_directories,
 )
 
 
@@ -87,7 +86,5 @@ def _listen(address: str) -> socket.socket:
 def _paths(config: BrokerConfig) -> BrokerPaths:
     given = config.directory
     environ = None if given is None else {DIRECTORY_VARIABLE: str(given.absolute())}
-    for candidate in candidate_directories(environ):
-        BrokerPaths(candidate, config.name)  # a bad name is refused before anything is created
     directory = broker_directory(environ, group=config.group)
     return BrokerPaths(directory, config.name, config.group)

@@ -18,6 +18,9 @@ from broker.rundir import DEFAULT_NAME
 
 VARIABLE_PREFIX = "WEIGHT_BROKER_"
 
+MOST_NUMBER = (1 << 63) - 1
+"""What TOML says a whole number may be."""
+
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
@@ -80,7 +83,7 @@ class Setting:
     def from_file(self, value: object) -> Any:
         """The value that the file's TOML value means. Raises `ValueError` with what it must be."""
         if self.kind is Kind.LIMITS and isinstance(value, dict):
-            return [f"{name}={number}" for name, number in value.items()]
+            return [f"{name}={_limit(number)}" for name, number in value.items()]
         if self.kind is Kind.LIST and isinstance(value, str):
             return [value]
         if self.kind is Kind.LIST and isinstance(value, list):
@@ -89,7 +92,7 @@ class Setting:
         elif (self.kind is Kind.SWITCH and isinstance(value, bool)) or (
             self.kind is Kind.NUMBER and isinstance(value, int) and not isinstance(value, bool)
         ):
-            return value
+            return _bounded(value)
         elif self.kind is Kind.TEXT and isinstance(value, str):
             return self._checked(value)
         raise ValueError(f"must be {self.kind.value}")
@@ -102,9 +105,21 @@ class Setting:
 
 def _number(text: str) -> int:
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
         raise ValueError(f"must be {Kind.NUMBER.value}") from None
+    return _bounded(number)
+
+
+def _bounded(number: int) -> int:
+    if abs(number) > MOST_NUMBER:
+        raise ValueError(f"must be {MOST_NUMBER} at most")
+    return number
+
+
+def _limit(value: object) -> object:
+    """A value of the table of limits, which limits.py reads and judges as text."""
+    return _bounded(value) if isinstance(value, int) else value
 
 
 def _switch(text: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,23 @@ def test_everything_at_once(file: Path) -> None:
         ('loader-threads = "2"', "loader-threads must be a whole number, not '2'"),
         ("loader-threads = true", "loader-threads must be a whole number, not True"),
         ("loader-threads = 0", "must be at least 1"),
+        ("loader-threads = 1025", "must be at most 1024"),
+        ("loader-threads = 99999999999999999999", "must be 9223372036854775807 at most"),
+        ("loader-threads = " + "9" * 5000, "is not a TOML file"),
+        ("loader-threads = 0x" + "f" * 5000, "must be 9223372036854775807 at most, not that"),
+        ("limit.sessions = 0x" + "f" * 5000, "limit must be 9223372036854775807 at most, not that"),
+        ("name = 0x" + "f" * 5000, "name must be a text, not that"),
+        ("a = " + "[" * 3000, "nested too deeply"),
+        ("# " + "x" * (1 << 20), "more than 1048576 bytes"),
+        ('memory-limit = "1e30"', "9223372036854775807 bytes is the most"),
+        ('journal-limit = "1e30"', "9223372036854775807 bytes is the most"),
+        ('group = "\\u0000"', "there is no group '\\x00'"),
+        ('group = "99999999999999"', "there can be no group '99999999999999'"),
+        ('name = "../x"', "'../x' cannot be a broker's name"),
+        ('name = ""', "'' cannot be a broker's name"),
+        ('name = "\\u001b[31m"', "cannot be a broker's name"),
+        ('dir = "/tmp/\\u0000"', "no path has a NUL in it"),
+        ('preload = ["/a\\u0000b"]', "no path has a NUL in it"),
         ("preload = [1]", "preload must be a list of texts, not [1]"),
         ('log-format = "xml"', "log-format must be text or json, not 'xml'"),
         ("name = 7", "name must be a text, not 7"),
@@ -155,6 +173,32 @@ def test_the_file_is_refused(file: Path, text: str, words: str) -> None:
         configure({}, {}, str(file)).broker_config()
     assert caught.value.sentence.startswith(str(file))
     assert words in caught.value.sentence
+
+
+@pytest.mark.parametrize(
+    ("typed", "variables"),
+    [
+        ([], {CONFIG_VARIABLE: "/nope\x1b"}),
+        ([], {"WEIGHT_BROKER_X\x1b[31m": "1"}),
+        (["--config", "/nope\x1b"], {}),
+        (["--nope\x1b"], {}),
+    ],
+    ids=ascii,
+)
+def test_nothing_foreign_moves_the_cursor(
+    typed: list[str],
+    variables: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Paths and names that are refused are shown with their escapes written out."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with contextlib.suppress(SystemExit):
+        main(["serve", *typed])
+    said = capsys.readouterr().err
+    assert "\x1b" not in said
+    assert r"\x1b" in said
 
 
 def test_no_such_file(file: Path) -> None:

@@ -64,6 +64,12 @@ def test_groups_by_name_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert group_id("root") == 0
     with pytest.raises(BadRequest, match="there is no group 'nobody at all' on this machine"):
         group_id("nobody at all")
+    for name in ("\0", "\ud800"):
+        with pytest.raises(BadRequest, match=r"there is no group '\\"):
+            group_id(name)
+    for digits in (str((1 << 32) - 1), "99999999999999", "9" * 5000):
+        with pytest.raises(BadRequest, match=r"there can be no group '\d+': the largest number"):
+            group_id(digits)
     monkeypatch.delenv("WEIGHT_BROKER_GROUP", raising=False)
     assert trusted_group() is None
     monkeypatch.setenv("WEIGHT_BROKER_GROUP", "54321")

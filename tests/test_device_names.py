@@ -54,6 +54,7 @@ def test_gpus(device: str) -> None:
         "cuda:",
         "cuda:-1",
         "cuda:x",
+        "cuda:" + "9" * 5000,
         "CUDA",
         "GPU-",
         "xpu",

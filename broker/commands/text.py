@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from broker.logs import printable
+
 
 def human(nbytes: int) -> str:
     """Bytes as people read them, in powers of 1024."""
@@ -20,8 +22,7 @@ def human(nbytes: int) -> str:
 
 def shown(text: str | None) -> str:
     """What an engine says of itself, without what would move the cursor of a terminal."""
-    plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text or "")
-    return plain or "-"
+    return printable(text or "") or "-"
 
 
 def set_numbers(sets: Iterable[int]) -> str:
