@@ -40,6 +40,14 @@ settings.register_profile(
 settings.load_profile("suite")
 
 
+LONGEST = ("test_examples.py", "test_keeper.py", "test_faults.py", "test_one_load_for_many.py")
+"""Files that run first, so that no worker is left alone with one of them at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
     """Where engines that need torch come from."""
