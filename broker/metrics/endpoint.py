@@ -52,11 +52,21 @@ class Page:
 
     def text(self, accept: str) -> tuple[str, bytes]:
         """Content type and text for a scraper that accepts these."""
-        encode, content_type = choose_encoder(accept)
+        encode, content_type = _encoder(accept)
         with self._lock:
             if content_type not in self._texts:
                 self._texts[content_type] = encode(self._registry)
             return content_type, self._texts[content_type]
+
+
+def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
+    """Plain text also for whoever asks for what the library cannot make out."""
+    try:
+        encode, content_type = choose_encoder(accept)
+    except (TypeError, ValueError):  # of a version that is no number
+        return choose_encoder("")
+    # It repeats what was asked for, and a header that was folded has line ends in it.
+    return (encode, content_type) if content_type.isprintable() else choose_encoder("")
 
 
 class _Numbers(Collector):
@@ -125,11 +135,18 @@ class Endpoint:
         if len(self._open) >= PLACES:
             _cut(next(iter(self._open)))
         self._open[connection] = None
-        page = self._fresh_page()
+        page = self._page_or_none()
         self._loop.call_later(WHOLE_SECONDS, lambda: self._cut_if_open(connection))
         threading.Thread(
             target=self._answer, args=(connection, page), name="broker-metrics", daemon=True
         ).start()
+
+    def _page_or_none(self) -> Page | None:
+        try:
+            return self._fresh_page()
+        except Exception as error:  # noqa: BLE001 - metrics end no server
+            _log_mistake(error)
+            return None
 
     def _fresh_page(self) -> Page:
         began = time.monotonic()
@@ -143,20 +160,34 @@ class Endpoint:
         if connection in self._open:
             _cut(connection)
 
-    def _answer(self, connection: socket.socket, page: Page) -> None:
+    def _answer(self, connection: socket.socket, page: Page | None) -> None:
         """In a thread of its own, which leaves the connection's end to the loop: a descriptor that
         is closed here could be another one's when the loop cuts it off."""
         try:
             with contextlib.suppress(OSError):  # the scraper has gone, or was cut off
-                _Handler(connection, page)
+                _Handler(connection, page, self._tell)
+        except Exception as error:  # noqa: BLE001 - else it is written past the log
+            self._tell(error)
         finally:
-            with self._lock:
-                if not self._is_closed:
-                    self._loop.call_soon_threadsafe(lambda: self._end(connection))
+            self._on_loop(lambda: self._end(connection))
+
+    def _tell(self, error: Exception) -> None:
+        """In the log, which belongs to the loop's thread."""
+        self._on_loop(lambda: _log_mistake(error))
+
+    def _on_loop(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self._loop.call_soon_threadsafe(callback)
 
     def _end(self, connection: socket.socket) -> None:
         self._open.pop(connection, None)
         connection.close()
+
+
+def _log_mistake(error: Exception) -> None:
+    known = (type(error), error, error.__traceback__)
+    log_event("metrics-failed", level=logging.ERROR, exc_info=known, cause=repr(error))
 
 
 def _cut(connection: socket.socket) -> None:
@@ -171,8 +202,11 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "weight-broker"
     sys_version = ""
 
-    def __init__(self, connection: socket.socket, page: Page) -> None:
+    def __init__(
+        self, connection: socket.socket, page: Page | None, tell: Callable[[Exception], None]
+    ) -> None:
         self._page = page
+        self._tell = tell
         super().__init__(connection, ("", 0), None)  # type: ignore[arg-type]  # it needs no server
 
     def do_GET(self) -> None:
@@ -180,12 +214,26 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path.partition("?")[0] not in ("/metrics", "/"):
             self.send_error(HTTPStatus.NOT_FOUND, "metrics are at /metrics")
             return
-        content_type, text = self._page.text(self.headers.get("Accept", ""))
+        answer = self._text()
+        if answer is None:
+            self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, "the broker's log has the cause")
+            return
+        content_type, text = answer
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)
+
+    def _text(self) -> tuple[str, bytes] | None:
+        """None: a mistake of ours, which is told in the log."""
+        if self._page is None:
+            return None
+        try:
+            return self._page.text(self.headers.get("Accept", ""))
+        except Exception as error:  # noqa: BLE001 - the scraper is to know that it is our mistake
+            self._tell(error)
+            return None
 
     def log_message(self, *_args: object) -> None:
         """The broker's log is not for every scrape."""
