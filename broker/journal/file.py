@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 from broker.rundir import BrokerPaths
@@ -13,7 +14,7 @@ KEEPER_BYTES = 16 * 1024
 LEAST_BYTES = 4 * KEEPER_BYTES
 """The smallest bound that leaves the server as much as the keeper."""
 
-_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class JournalFile:
@@ -49,7 +50,10 @@ class JournalFile:
     def _try_append(self, lines: bytes) -> bool:
         descriptor = os.open(self._path, _FLAGS, 0o600)
         try:
-            if os.fstat(descriptor).st_size + len(lines) > self._room:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):  # a FIFO, say, whose reader could hold us up
+                raise OSError(errno.EINVAL, "it is no file", str(self._path))
+            if status.st_size + len(lines) > self._room:
                 return False
             if os.write(descriptor, lines) < len(lines):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from broker.credentials import trusted_group
 from broker.errors import BadRequest, NotFound
@@ -22,6 +23,12 @@ from broker.rundir import (
 
 MOST_BYTES = 256 << 20
 """Of a file, from its end: more is no journal of ours, whose bound is `--journal-limit`."""
+
+_Number = TypeVar("_Number", int, float)
+_LATEST = 253_370_764_800.0
+"""Of a moment: the year 9999, which `datetime` ends with."""
+_MOST_NUMBER = (1 << 63) - 1
+"""Of any fact. Where larger ones were added up or drawn, they would be no numbers any more."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,9 @@ def read_journal(path: Path) -> list[Entry]:
 
 def _lines(path: Path) -> Iterator[bytes]:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # Without O_NONBLOCK a FIFO in its place would keep us waiting for a writer.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(path, flags)
     except FileNotFoundError:
         return
     except OSError as error:
@@ -89,6 +98,9 @@ def _lines(path: Path) -> Iterator[bytes]:
             "own user only",
             path=str(path),
         ) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise BadRequest(f"the journal {path} cannot be read (it is no file)", path=str(path))
     with os.fdopen(descriptor, "rb") as file:
         file.seek(max(0, os.fstat(descriptor).st_size - MOST_BYTES))
         yield from file.read(MOST_BYTES).splitlines()
@@ -96,8 +108,27 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def _entry(line: bytes) -> Entry | None:
     try:
-        facts = json.loads(line)
+        facts = json.loads(
+            line, parse_int=_whole_number, parse_float=_number, parse_constant=_number
+        )
         when = datetime.fromisoformat(facts.pop("time").replace("Z", "+00:00")).timestamp()
+        if not 0 <= when <= _LATEST:
+            return None
         return Entry(when, str(facts.pop("event")), facts)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None  # the half line that a crash or a full disk has left
+
+
+def _whole_number(digits: str) -> int:
+    return _bounded(int(digits))
+
+
+def _number(digits: str) -> float:
+    """Also of what JSON has no word for: NaN and the infinite ones, which no bound admits."""
+    return _bounded(float(digits))
+
+
+def _bounded(number: _Number) -> _Number:
+    if not -_MOST_NUMBER <= number <= _MOST_NUMBER:
+        raise ValueError("no number that a broker wrote")
+    return number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -79,3 +80,18 @@ def test_a_removed_file_is_made_again(path: Path) -> None:
     path.unlink()
     server.append(LINE)
     assert path.read_bytes() == LINE
+
+
+def test_what_is_no_file_holds_nobody_up(tmp_path: Path) -> None:
+    """A FIFO in the journal's place is an error at once, with a reader and without."""
+    path = tmp_path / "default.journal"
+    os.mkfifo(path)
+    journal = JournalFile(path, LEAST_BYTES, turns=True)
+    with pytest.raises(OSError, match="No such device"):
+        journal.append(b"line\n")
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with pytest.raises(OSError, match="it is no file"):
+            journal.append(b"line\n")
+    finally:
+        os.close(reader)

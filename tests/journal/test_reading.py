@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,7 +43,17 @@ def test_both_files_in_order(path: Path) -> None:
         b'{"time": "yesterday", "event": "x"}',
         b"\xff\xfe\x00",
         b"[" * 100_000,
+        b'{"time": "9999-12-31T23:59:59-23:59", "event": "x"}',
+        b'{"time": "9999-12-31T23:59:59Z", "event": "x"}',
+        b'{"time": "0001-01-01T00:00:00+23:59", "event": "x"}',
+        b'{"time": "0001-01-01T00:00:00", "event": "x"}',
+        b'{"time": "1970-01-01T00:00:01Z", "event": "x", "nbytes": 1' + b"0" * 400 + b"}",
+        b'{"time": "1970-01-01T00:00:01Z", "event": "x", "nbytes": 1' + b"0" * 5000 + b"}",
+        b'{"time": "1970-01-01T00:00:01Z", "event": "x", "leased": 1e308}',
+        b'{"time": "1970-01-01T00:00:01Z", "event": "x", "leased": -Infinity}',
+        b'{"time": "1970-01-01T00:00:01Z", "event": "x", "leased": NaN}',
     ],
+    ids=lambda line: ascii(line[:60]),
 )
 def test_lines_without_sense(path: Path, line: bytes) -> None:
     """What a crash has left is passed over, the lines around it count."""
@@ -87,6 +99,14 @@ def test_a_link_is_not_followed(path: Path) -> None:
     """A journal is a file of the directory itself."""
     path.symlink_to("/etc/passwd")
     with pytest.raises(BadRequest, match="cannot be read"):
+        read_journal(path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["fifo", "directory"])
+def test_what_is_no_file_is_refused(path: Path, make: Callable[[Path], None]) -> None:
+    """At once: nobody waits for a writer."""
+    make(path)
+    with pytest.raises(BadRequest, match="it is no file"):
         read_journal(path)
 
 
