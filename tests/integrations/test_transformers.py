@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -264,11 +265,15 @@ def test_weights_of_another_model(transformers: Any) -> None:
 # --- weights that are not simply those that are stored ------------------------------------------
 
 
-def t5_with_both_embeddings(transformers: Any, folder: Path, *, equal: bool) -> Path:
+def t5_with_both_embeddings(
+    transformers: Any, folder: Path, *, equal: bool, nan: bool = False
+) -> Path:
     """The encoder's embedding is stored beside the one that it is tied to."""
     write(transformers, folder, ARCHITECTURES["parts kept in float32"])
 
     def edit(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        if nan:
+            tensors["shared.weight"][0] = torch.nan
         twice = tensors["shared.weight"] + (0 if equal else 1)
         return {**tensors, "encoder.embed_tokens.weight": twice}
 
@@ -284,11 +289,13 @@ def test_tied_and_stored_twice(transformers: Any, client: EngineClient, tmp_path
     assert_same(ours, transformers.T5ForConditionalGeneration.from_pretrained(path))
 
 
+@pytest.mark.parametrize("nan", [False, True])
 def test_tied_but_stored_differently(
-    transformers: Any, broker: RunningBroker, client: EngineClient, tmp_path: Path
+    transformers: Any, broker: RunningBroker, client: EngineClient, tmp_path: Path, nan: bool
 ) -> None:
-    """One of the two would be lost without a word: refused, and no lease is left."""
-    path = t5_with_both_embeddings(transformers, tmp_path, equal=False)
+    """One of the two would be lost without a word: refused, and no lease is left. NaN differs from
+    itself, and the library unties then."""
+    path = t5_with_both_embeddings(transformers, tmp_path, equal=nan, nan=nan)
     with pytest.raises(BindError, match="ties what is stored with different bytes") as refusal:
         from_pretrained(path, client=client)
     assert refusal.value.fields["tie_conflicts"] == [
@@ -329,3 +336,21 @@ def test_a_file_that_changes_while_it_is_computed(
     with pytest.raises(LoadFailed, match="was changed while it was loaded; ask again"):
         from_pretrained(path, client=client, model_class=Touching)
     assert broker.status()["sets"] == []
+
+
+def test_the_files_decide_where_nothing_else_names_a_dtype(
+    transformers: Any, client: EngineClient, tmp_path: Path
+) -> None:
+    """Stored in two dtypes: the library's first tensor decides, whatever the header's order is."""
+    write(transformers, tmp_path, ARCHITECTURES["tied head"])
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "dtype": None}))
+
+    def edit(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        # safetensors writes the wider dtype first: the norm is the header's first tensor
+        return {n: t if n == "model.norm.weight" else t.half() for n, t in tensors.items()}
+
+    change(tmp_path, edit)
+    ours = from_pretrained(tmp_path, client=client)
+    assert ours.dtype is torch.float16
+    assert_same(ours, transformers.LlamaForCausalLM.from_pretrained(tmp_path))

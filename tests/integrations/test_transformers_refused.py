@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from engine_client import EngineClient
 from engine_client.integrations.transformers import from_pretrained
 from engine_client.integrations.transformers.classes import Chosen, choose_class
 from engine_client.integrations.transformers.options import READING, REFUSED, checked
-from engine_client.integrations.transformers.skeleton import build_skeleton
+from engine_client.integrations.transformers.skeleton import build_skeleton, building
 from tests.integrations.models import ARCHITECTURES, change, write
 from tests.support.memory import peak_of
 
@@ -92,6 +93,39 @@ def test_random_weights_that_the_library_does_not_mind(transformers: Any, llama:
         _keys_to_ignore_on_load_missing = ("score",)
 
     assert misfit(llama, model_class=Careless).fields["missing"] == ["score.weight"]
+
+
+def test_a_buffer_that_nobody_fills(transformers: Any, llama: Path) -> None:
+    """One that need not be stored and is left as the memory was is missing, whatever is in it."""
+
+    class Careless(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        _keys_to_ignore_on_load_missing = ("scale",)
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.register_buffer("scale", torch.randn(4))
+            self.post_init()
+
+    assert misfit(llama, model_class=Careless).fields["missing"] == ["scale"]
+
+
+def test_one_model_is_built_at_a_time(transformers: Any, llama: Path) -> None:
+    """The library changes the default dtype of the process while it builds: others wait."""
+    others_wait = []
+
+    class Watching(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        @classmethod
+        def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+            with ThreadPoolExecutor(1) as other:
+                others_wait.append(not other.submit(building.acquire, blocking=False).result())
+            return super().from_pretrained(*args, **kwargs)
+
+    chosen = Chosen(Watching, transformers.LlamaConfig.from_pretrained(llama), {})
+    build_skeleton(chosen, [])
+    assert others_wait
+    assert all(others_wait)
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(lambda: building.acquire() and building.release()).result() is None
 
 
 def test_nothing_is_allocated_for_parameters(transformers: Any) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine_client.integrations.transformers.skeleton import Origin, StandIn
+from broker.errors import UsageError
+from engine_client.integrations.transformers.stand_in import Origin, StandIn
 
 HUGE = (1 << 20, 1 << 20)
 """A tensor of four terabytes: what takes memory of its own cannot stay unseen."""
@@ -61,6 +62,42 @@ def test_what_is_written_to_is_not_what_is_stored() -> None:
     parameter = nn.Parameter(stand_in())
     nn.init.zeros_(parameter)
     assert cast(StandIn, parameter).origin.was_written
+
+
+@pytest.mark.parametrize("kind", ["list", "row", "slice", "split", "out"])
+def test_what_is_written_to_by_other_ways(kind: str) -> None:
+    """Operations on lists, parts and shapes of it, and results that are put into it."""
+    tensor = stand_in()
+    if kind == "list":
+        torch._foreach_mul_([stand_in("v"), tensor], 2.0)
+    elif kind == "row":
+        tensor[0].zero_()
+    elif kind == "slice":
+        tensor.data[:3] = 7
+    elif kind == "split":
+        tensor.view(-1, 2).unsqueeze(0).split(1, dim=1)[3].add_(1)
+    else:
+        torch.add(stand_in("v"), 1, out=tensor)
+    assert tensor.origin.was_written
+
+
+def test_what_is_written_to_a_copy() -> None:
+    """The stored tensor that a part was copied from is as it was."""
+    tensor = stand_in()
+    tensor[:3].clone().zero_()
+    assert not tensor.origin.was_written
+
+
+def test_real_tensors_are_not_written_to() -> None:
+    """What is stored cannot be copied before it is there, and is not passed over either."""
+    for write in (
+        lambda to: to.copy_(stand_in("w", (2,))),
+        lambda to: to.add_(stand_in("w", (2,))),
+    ):
+        with pytest.raises(UsageError, match="into a tensor that is not stored"):
+            write(torch.zeros(2))
+    with pytest.raises(UsageError, match="into a tensor that is not stored"):
+        torch._foreach_add_([torch.zeros(2)], [stand_in("w", (2,))])
 
 
 def test_equality_is_taken_and_noted() -> None:

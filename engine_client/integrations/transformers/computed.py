@@ -23,7 +23,7 @@ from broker.weights import WeightKey
 from broker.wire import FileStamp
 from engine_client.client import EngineClient
 from engine_client.integrations.transformers.classes import Chosen
-from engine_client.integrations.transformers.skeleton import Skeleton
+from engine_client.integrations.transformers.skeleton import Skeleton, building
 from engine_client.weight_set import WeightSet
 
 
@@ -48,7 +48,7 @@ def share_computed(
     stamps = _stamps(path)
 
     def compute() -> dict[str, Tensor]:
-        with torch.device("cpu"):
+        with building, torch.device("cpu"):
             model = chosen.model_class.from_pretrained(
                 path, config=chosen.config, trust_remote_code=False, **chosen.options
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from engine_client.integrations.transformers.same_files import (
     refuse_adapter,
     require_same_files,
     require_text,
+    with_stored_dtype,
 )
 from engine_client.integrations.transformers.skeleton import Skeleton, build_skeleton
 from engine_client.weight_set import WeightSet
@@ -79,6 +81,7 @@ def from_pretrained(
         plan = plan_checkpoint(opened.folder, opened.only, opened.path)
     chosen = choose_class(path, model_class, options)
     require_same_files(plan, chosen.config, Path(path))
+    chosen = with_stored_dtype(chosen, plan, Path(path))
     skeleton = build_skeleton(chosen, plan.tensors)
     _require_complete(skeleton, plan.path)
     if skeleton.computed:
@@ -178,9 +181,9 @@ def _require_equal(skeleton: Skeleton, weights: WeightSet) -> None:
     if differing:
         pairs = [f"{one} and {other}" for one, other in differing]
         raise BindError(
-            f"{type(skeleton.model).__name__} ties what is stored with different bytes: "
-            f"{', '.join(pairs)}; set tie_word_embeddings to false in config.json if they are "
-            "meant to differ, or remove one of the two",
+            f"{type(skeleton.model).__name__} ties what is stored with different bytes, or with "
+            f"NaN in it: {', '.join(pairs)}; set tie_word_embeddings to false in config.json if "
+            "they are meant to differ, or remove one of the two",
             reason="tie_conflict",
             missing=[],
             unexpected=[],
@@ -192,6 +195,10 @@ def _require_equal(skeleton: Skeleton, weights: WeightSet) -> None:
 
 
 def _is_same(weights: WeightSet, one: str, other: str) -> bool:
+    """Whether the library would find them equal. NaN is not equal to itself, also where the bytes
+    are, and where the broker keeps both in one place."""
+    if bool(torch.isnan(weights[one]).any()):
+        return False
     first, second = (weights[name].reshape(-1).view(torch.uint8) for name in (one, other))
     return first.data_ptr() == second.data_ptr() or torch.equal(first, second)
 
@@ -206,7 +213,7 @@ def _finish(model: Any, path: str | os.PathLike[str], chosen: Chosen) -> None:
         model.generation_config = _generation_config(path, chosen.for_generation)
 
 
-def _generation_config(path: str | os.PathLike[str], options: dict[str, Any]) -> Any:
+def _generation_config(path: str | os.PathLike[str], options: Mapping[str, Any]) -> Any:
     from transformers import GenerationConfig
 
     try:

@@ -1,4 +1,4 @@
-"""That the broker and the library would read the same files of a checkpoint.
+"""That broker and library read the same files of a checkpoint, and find the same dtype in them.
 
 Both choose the files by themselves. Where they would choose differently the weights would be other
 ones than the library's, without a word; so that is refused.
@@ -6,6 +6,7 @@ ones than the library's, without a word; so that is refused.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from broker.checkpoints.files import INDEX_FILE, SINGLE_FILE
 from broker.checkpoints.plan import CheckpointPlan
 from broker.errors import BadRequest, UsageError
+from engine_client.integrations.transformers.classes import Chosen
 
 
 def require_text(path: str | os.PathLike[str]) -> str:
@@ -60,8 +62,8 @@ def require_same_files(plan: CheckpointPlan, config: Any, path: Path) -> None:
     if named is not None and named != chosen:
         raise UsageError(
             f"from_pretrained: transformers_weights of the configuration names {named!r}, and the "
-            f"broker would load {chosen!r} of {str(path)!r}; put the files that are meant into a folder "
-            f"of their own, as {SINGLE_FILE} or with {INDEX_FILE}, without transformers_weights"
+            f"broker would load {chosen!r} of {str(path)!r}; put what is meant into a folder "
+            f"of its own, as {SINGLE_FILE} or with {INDEX_FILE}, without transformers_weights"
         )
     if named is None and chosen not in (SINGLE_FILE, INDEX_FILE):
         raise UsageError(
@@ -72,7 +74,36 @@ def require_same_files(plan: CheckpointPlan, config: Any, path: Path) -> None:
     for extra in getattr(type(config), "extra_files", ()):
         if (path / extra).exists():
             raise UsageError(
-                f"from_pretrained: the library would also read {extra!r} of {str(path)!r}, which the "
-                "broker does not load; load this model privately and share it with "
+                f"from_pretrained: the library would also read {extra!r} of {str(path)!r}, which "
+                "the broker does not load; load this model privately and share it with "
                 "client.get_or_publish"
             )
+
+
+def with_stored_dtype(chosen: Chosen, plan: CheckpointPlan, path: Path) -> Chosen:
+    """The same choice, with the dtype that the library takes from the files if nothing else says.
+
+    That is what the index names, otherwise the dtype of the first floating tensor of the first
+    file, in the library's own order. Reads a header.
+    """
+    options = chosen.options
+    asked = [options.get(name) for name in ("dtype", "torch_dtype")]
+    said = next((dtype for dtype in asked if dtype is not None), "auto")
+    if said != "auto" or getattr(chosen.config, "dtype", None) is not None:
+        return chosen
+    folder = path if path.is_dir() else path.parent
+    dtype = _dtype_in_index(plan, folder) or _dtype_in_file(folder / plan.shards[0].name)
+    return chosen._replace(options={**options, "dtype": dtype})
+
+
+def _dtype_in_index(plan: CheckpointPlan, folder: Path) -> Any:
+    if plan.index is None:
+        return None
+    return (json.loads((folder / plan.index.name).read_bytes()).get("metadata") or {}).get("dtype")
+
+
+def _dtype_in_file(file: Path) -> Any:
+    from transformers import modeling_utils
+
+    library: Any = modeling_utils
+    return library.get_state_dict_dtype(library.load_state_dict(str(file), map_location="meta"))

@@ -6,10 +6,10 @@ prefixed, tied), dtypes and buffers are decided by the library's own code, whate
 what comes out says for every place which stored tensor belongs there. Nothing is mapped meanwhile,
 so nothing that the library does can write to shared weights.
 """
-# ruff: noqa: SLF001 - modules' own dictionaries, as in engine_client.matching
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,95 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._pytree import tree_map
 
 from broker.checkpoints.header import StoredTensor
 from engine_client.integrations.transformers.classes import Chosen
+from engine_client.integrations.transformers.stand_in import Origin, StandIn
 from engine_client.matching import walk
-
-_aten = torch.ops.aten
-_SAME = frozenset({_aten.detach.default, _aten.alias.default})
-
-
-@dataclass
-class Origin:
-    """Where what a stand-in stands for comes from.
-
-    Attributes:
-        stored: the tensor's name in the checkpoint; "" if it is made of several, or of parts.
-        was_written: the library's code wrote to it, so it is not what is stored any more.
-    """
-
-    stored: str
-    was_written: bool = False
-
-
-class StandIn(torch.Tensor):
-    """A tensor of a checkpoint before it is there. Says it is on the CPU, and has no memory.
-
-    Casting and aliasing keep its origin; anything else gives a stand-in that is computed.
-    """
-
-    origin: Origin
-    equalities: list[tuple[str, str]]
-    """Stored names that the library has taken for equal, on our word: to be verified."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(cls, like: Tensor, origin: Origin, equalities: list[tuple[str, str]]) -> StandIn:
-        made: StandIn = torch.Tensor._make_wrapper_subclass(
-            cls, like.size(), strides=like.stride(), dtype=like.dtype, device=torch.device("cpu")
-        )
-        made.origin, made.equalities = origin, equalities
-        return made
-
-    def on_meta(self) -> Tensor:
-        return torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device="meta")
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        first = args[0] if args else None
-        kwargs = kwargs or {}
-        if func is _aten.equal.default:
-            return _take_for_equal(*args)
-        if func._schema.is_mutable and isinstance(first, StandIn):
-            first.origin.was_written = True
-            return first
-        result = func(*tree_map(_to_meta, args), **tree_map(_to_meta, _on_meta(kwargs)))
-        given = [item for item in (first, *args[1:]) if isinstance(item, StandIn)]
-        equalities = given[0].equalities if given else []
-        kept = func in _SAME or func is _aten._to_copy.default
-        origin = given[0].origin if given and kept else Origin("")
-        return tree_map(
-            lambda item: StandIn(item, origin, equalities) if isinstance(item, Tensor) else item,
-            result,
-        )
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"<StandIn {self.origin.stored or 'computed'} {self.dtype} {list(self.shape)}>"
-
-
-def _take_for_equal(one: Tensor, other: Tensor) -> bool:
-    if one.dtype is not other.dtype or one.shape != other.shape:
-        return False
-    if isinstance(one, StandIn) and isinstance(other, StandIn):
-        one.equalities.append((one.origin.stored, other.origin.stored))
-        return True
-    return False
-
-
-def _to_meta(item: Any) -> Any:
-    if isinstance(item, StandIn):
-        return item.on_meta()
-    return item.to("meta") if isinstance(item, Tensor) else item
-
-
-def _on_meta(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Whatever it makes, and wherever that was to be, has no memory."""
-    return {**kwargs, "device": torch.device("meta")} if kwargs.get("device") else dict(kwargs)
 
 
 @dataclass
@@ -139,17 +55,28 @@ class Skeleton:
         return [*self.names, *self.computed]
 
 
+building = threading.RLock()
+"""Held while the library builds a model: it changes the default dtype of the whole process."""
+
+
 def build_skeleton(chosen: Chosen, stored: Iterable[StoredTensor]) -> Skeleton:
     """Have the library build the model of a checkpoint with these tensors.
 
-    Blocks; takes the memory of the model's buffers, and, for the moment, of parameters that the
-    checkpoint lacks.
+    Blocks, also while another thread's model is built; takes the memory of the model's buffers,
+    and, for the moment, of parameters that the checkpoint lacks.
 
     Raises:
         What the library raises about configuration and options.
     """
     tensors = list(stored)
     equalities: list[tuple[str, str]] = []
+    with building:
+        return _skeleton(chosen, tensors, equalities)
+
+
+def _skeleton(
+    chosen: Chosen, tensors: list[StoredTensor], equalities: list[tuple[str, str]]
+) -> Skeleton:
     model, info = _build(chosen, tensors, equalities)
     skeleton = Skeleton(model, unexpected=sorted(info["unexpected_keys"]), equalities=equalities)
     for name, stored_shape, shape in sorted(info["mismatched_keys"]):
@@ -179,11 +106,30 @@ def _build(
 def _random_among(
     own: Mapping[str, Tensor], chosen: Chosen, stored: Iterable[StoredTensor]
 ) -> list[str]:
-    """Which of these parameters have other values when the model is built with another seed."""
-    with torch.random.fork_rng(devices=[]):
+    """Which of these places have other values when the model is built with another seed, and with
+    other values in memory that nobody has written to."""
+    with torch.random.fork_rng(devices=[]), _other_fresh_memory():
         torch.manual_seed(torch.initial_seed() + 1)
-        again = dict(_build(chosen, stored, [])[0].named_parameters(remove_duplicate=False))
-    return [name for name, held in own.items() if not torch.equal(held, again[name])]
+        model = _build(chosen, stored, [])[0]
+    again = {name: held for name, held, _, _ in _held(model)}
+    return [name for name, held in own.items() if not _same_bytes(held, again[name])]
+
+
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    first, second = (held.detach().contiguous().reshape(-1) for held in (one, other))
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
+@contextmanager
+def _other_fresh_memory() -> Iterator[None]:
+    """Fresh memory is filled with NaN where torch has to be deterministic, and left otherwise."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(not enabled, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
 def _stand_in(tensor: StoredTensor, equalities: list[tuple[str, str]]) -> StandIn:
@@ -199,13 +145,14 @@ def _examine(skeleton: Skeleton, lacking: set[str]) -> dict[str, Tensor]:
         lacking: places that the library reports as missing.
 
     Returns:
-        Parameters that have got no stored tensor and are not reported either: the library fills
-        them by itself. That is right for what it computes (the positions of Marian and the like),
-        and noise for what it draws at random.
+        Parameters and persistent buffers without a stored tensor that are not reported either: the
+        library fills them by itself. That is right for what it computes (the positions of Marian
+        and the like), and noise for what it draws at random or leaves as the memory is.
     """
     own: dict[str, Tensor] = {}
     replaced: dict[int, Any] = {}
     places = list(_held(skeleton.model))
+    persistent = set(skeleton.model.state_dict())
     told = {id(held) for name, held, _, _ in places if name in lacking | skeleton.mismatched.keys()}
     for name, held, entries, key in places:
         if isinstance(held, StandIn):
@@ -215,7 +162,7 @@ def _examine(skeleton: Skeleton, lacking: set[str]) -> dict[str, Tensor]:
             entries[key] = replaced[id(held)]
         elif name in lacking:
             skeleton.missing.append(name)
-        elif isinstance(held, Parameter) and id(held) not in told:
+        elif (isinstance(held, Parameter) or name in persistent) and id(held) not in told:
             own[name] = held
     return own
 
