@@ -75,7 +75,7 @@ def test_what_is_written_to_by_other_ways(kind: str) -> None:
     elif kind == "slice":
         tensor.data[:3] = 7
     elif kind == "split":
-        tensor.view(-1, 2).unsqueeze(0).split(1, dim=1)[3].add_(1)
+        torch.chunk(tensor.t().unsqueeze(0), 4, dim=1)[3].add_(1)
     else:
         torch.add(stand_in("v"), 1, out=tensor)
     assert tensor.origin.was_written
@@ -90,12 +90,8 @@ def test_what_is_written_to_a_copy() -> None:
 
 def test_real_tensors_are_not_written_to() -> None:
     """What is stored cannot be copied before it is there, and is not passed over either."""
-    for write in (
-        lambda to: to.copy_(stand_in("w", (2,))),
-        lambda to: to.add_(stand_in("w", (2,))),
-    ):
-        with pytest.raises(UsageError, match="into a tensor that is not stored"):
-            write(torch.zeros(2))
+    with pytest.raises(UsageError, match="into a tensor that is not stored"):
+        torch.zeros(2).copy_(stand_in("w", (2,)))
     with pytest.raises(UsageError, match="into a tensor that is not stored"):
         torch._foreach_add_([torch.zeros(2)], [stand_in("w", (2,))])
 
