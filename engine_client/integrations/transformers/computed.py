@@ -3,7 +3,8 @@
 No loader of the broker runs the library's code, so the first engine loads them as the library does
 and publishes the result; the others wait for it and map it. Equal keys mean equal bytes, so the key
 carries everything the result depends on: the files as the kernel describes them, class,
-configuration, options, the layout of the result, and the versions of library and torch.
+configuration, options, conversions and code that is not the library's, the layout of the result,
+and the versions of library and torch.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from broker.weights import WeightKey
 from broker.wire import FileStamp
 from engine_client.client import EngineClient
 from engine_client.integrations.transformers.classes import Chosen
+from engine_client.integrations.transformers.code import digest_of_code
 from engine_client.integrations.transformers.skeleton import Skeleton, building
 from engine_client.weight_set import WeightSet
 
@@ -80,6 +82,7 @@ def _key(
         f"{chosen.model_class.__module__}.{chosen.model_class.__qualname__}",
         chosen.config.to_json_string(use_diff=False),
         sorted((option, repr(value)) for option, value in chosen.options.items()),
+        digest_of_code(skeleton.model, chosen.options.get("key_mapping")),
         _layout(skeleton),
         [transformers.__version__, str(torch.__version__)],
     ]
