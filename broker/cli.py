@@ -7,12 +7,15 @@ success.
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import NoReturn
 
 from broker import VERSION
+from broker.__main__ import EXIT_INTERRUPTED
 from broker.commands import (
     completion,
     doctor,
@@ -24,23 +27,21 @@ from broker.commands import (
     sets,
     status,
 )
-from broker.errors import BrokerError
+from broker.errors import BadRequest, BrokerError
 from broker.logs import printable, shown_sentence
 from broker.suggest import did_you_mean
 
-EXIT_INTERRUPTED = 130
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""How the writing of standard output fails; an error with a file's name is another one."""
 GROUPS = (serving, status, ping, sets, names, life, report, doctor, completion)
 """In the order in which `--help` shows them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; the process's exit code."""
-    options = _parsed(sys.argv[1:] if arguments is None else arguments)
-    command: Callable[[argparse.Namespace], int] = options.command
     try:
-        code = command(options)
-        sys.stdout.flush()  # here, where a reader that went away is no error
-        return code
+        _escape_what_cannot_be_written()
+        return _run(sys.argv[1:] if arguments is None else arguments)
     except BrokerError as error:
         print(shown_sentence(error), file=sys.stderr)
         return error.exit_code
@@ -49,8 +50,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of our output went away (`| head`): not an error, but nothing may be printed.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
+    except OSError as error:
+        if error.errno not in _FULL or error.filename is not None:
+            raise
+        _drop_output()
+        why = f"weight-broker: standard output cannot be written ({error.strerror})"
+        print(why, file=sys.stderr)
+        return BadRequest.exit_code
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """Output is flushed here, where a reader that went away, or a full disk, is no mistake."""
+    try:
+        options = _parsed(arguments)
+    finally:
+        sys.stdout.flush()  # of --help
+    command: Callable[[argparse.Namespace], int] = options.command
+    code = command(options)
+    sys.stdout.flush()
+    return code
+
+
+def _escape_what_cannot_be_written() -> None:
+    """Names and paths may have letters that the terminal's encoding has not."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    """What is still in the buffer goes nowhere, so that the end of the process is quiet."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say_interrupted(what: str) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import re
+import stat
 import sys
 import time
 from pathlib import Path
@@ -62,14 +65,34 @@ def _is_running(options: argparse.Namespace) -> bool:
 
 def _write(output: str, page: str) -> None:
     if output == "-":
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(encoding="utf-8")  # as the page itself says
         sys.stdout.write(page)
         return
     try:
-        Path(output).write_text(page, "utf-8")
+        _put(Path(output), page.encode("utf-8"))
     except OSError as error:
         raise BadRequest(
             f"the report cannot be written to {output} ({error.strerror})", path=output
         ) from error
+
+
+def _put(path: Path, data: bytes) -> None:
+    """Write a file whole, or leave what is there; to a device or a FIFO just write."""
+    if path.exists() and not path.is_file():
+        path.write_bytes(data)
+        return
+    target = path.resolve()
+    beside = target.with_name(f".weight-broker-report-{os.getpid()}")
+    try:
+        with beside.open("xb") as file:
+            file.write(data)
+        if target.exists():
+            beside.chmod(stat.S_IMODE(target.stat().st_mode))
+        beside.replace(target)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def _duration(text: str) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from broker.commands.parsing import Commands, Examples, add_plain
 from broker.configuration import CONFIG_OPTION, CONFIG_VARIABLE, configure
-from broker.errors import BrokerError
+from broker.errors import BadRequest, BrokerError
 from broker.sd_notify import notify
 from broker.settings import SETTINGS, Kind, Setting
 from broker.stop_signals import hold_stop_signals
@@ -83,5 +83,8 @@ def serve_engines(options: argparse.Namespace) -> int:
 
 
 def _ready(line: str) -> None:
-    print(line, flush=True)
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        raise BadRequest(f"standard output cannot be written ({error.strerror})") from error
     notify(f"READY=1\nSTATUS={line}")

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from broker import VERSION, errors
-from broker.cli import EXIT_INTERRUPTED, main, make_parser
+from broker import VERSION, cli, errors
+from broker.__main__ import EXIT_INTERRUPTED, run
+from broker.cli import main, make_parser
 from broker.commands import life
 from broker.commands.completion import SHELLS
 from broker.errors import BadRequest, BrokerError
@@ -109,6 +110,45 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setattr(life, "observe", interrupted)
     assert main(["upgrade"]) == EXIT_INTERRUPTED
     assert capsys.readouterr().err == "weight-broker: interrupted: gave up waiting\n"
+
+
+def test_interrupted_before_there_is_a_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """Ctrl-C while the command line is still being imported is an exit code, and no traceback."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "main", interrupted)
+    assert run() == EXIT_INTERRUPTED
+    assert capsys.readouterr() == ("", "")
+
+
+# --- output that cannot be written --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [["serve", "--print-config"], ["completion", "bash"]])
+def test_output_to_a_full_disk(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """One sentence and the documented code; the end of the process has nothing left to write."""
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert main(command) == BadRequest.exit_code
+    assert "standard output cannot be written (No space left" in capsys.readouterr().err
+
+
+def test_output_to_a_terminal_without_the_letters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its encoding has not is written as an escape."""
+    monkeypatch.setenv("WEIGHT_BROKER_DIR", "/tmp/ü")
+    written = tmp_path / "out"
+    with written.open("w", encoding="ascii") as ascii_only:
+        monkeypatch.setattr("sys.stdout", ascii_only)
+        assert main(["serve", "--print-config"]) == 0
+    assert r'dir = "/tmp/\xfc"' in written.read_text()
 
 
 # --- completion ---------------------------------------------------------------------------------
