@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from broker.cli import EXIT_INTERRUPTED, main
+from broker.__main__ import EXIT_INTERRUPTED
+from broker.cli import main
 from broker.errors import BadRequest, BrokerError, BrokerNotFound, Busy, LoadFailed, NotFound
 from broker.platform import platform_steps
 from engine_client import Checkpoint
