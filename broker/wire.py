@@ -627,7 +627,22 @@ _to_engine = msgspec.msgpack.Decoder(ToEngine)
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    return _encoder.encode(message)
+    """The message as it travels.
+
+    Raises:
+        BadRequest: a text or number in it is none that can.
+    """
+    try:
+        return _encoder.encode(message)
+    except UnicodeEncodeError as error:
+        raise BadRequest(
+            f"{type(message).__name__.lower()}: {error.object[:MAX_NAME_BYTES]!a} is not valid "
+            "Unicode"
+        ) from error
+    except OverflowError as error:
+        raise BadRequest(
+            f"{type(message).__name__.lower()}: a number has more than 64 bits"
+        ) from error
 
 
 def as_plain(message: msgspec.Struct) -> dict[str, Any]:

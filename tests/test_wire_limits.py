@@ -206,3 +206,19 @@ def test_the_largest_acquire_of_a_real_checkpoint_fits() -> None:
     )
     request = wire.Acquire("w", wire.Demand("GPU-0"), wire.Source("/m", None, [stamp] * 1000, "f"))
     assert len(wire.encode(request)) < wire.MAX_FRAME_BYTES
+
+
+@pytest.mark.parametrize(
+    ("demand", "said"),
+    [
+        (wire.Demand("SIM-0", name="\ud800"), r"acquire: '\\ud800' is not valid Unicode"),
+        (
+            wire.Demand("SIM-0", layout={"tp_size": 1 << 64}),
+            "acquire: a number has more than 64 bits",
+        ),
+    ],
+)
+def test_what_cannot_travel(demand: wire.Demand, said: str) -> None:
+    """It is refused where it is sent, like everything that is refused where it arrives."""
+    with pytest.raises(BadRequest, match=said):
+        wire.encode(wire.Acquire("1", demand, None))
