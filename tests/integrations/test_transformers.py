@@ -191,6 +191,20 @@ def test_options_reach_the_library(transformers: Any, client: EngineClient, tmp_
     assert ours.pooler is None
 
 
+@pytest.mark.parametrize("auto", [False, True])
+def test_options_reach_the_generation_configuration(
+    transformers: Any, client: EngineClient, tmp_path: Path, auto: bool
+) -> None:
+    """Of a model's own class they do; an Auto class keeps what its configuration has taken."""
+    write(transformers, tmp_path, ARCHITECTURES["tied head"])
+    asked = transformers.AutoModelForCausalLM if auto else transformers.LlamaForCausalLM
+    options: dict[str, Any] = {"output_attentions": True, "attn_implementation": "eager"}
+    ours = from_pretrained(tmp_path, client=client, model_class=asked, **options)
+    library = asked.from_pretrained(tmp_path, **options)
+    assert ours.generation_config.to_dict() == library.generation_config.to_dict()
+    assert ours.config.output_attentions is True
+
+
 def test_a_configuration_of_ones_own(
     transformers: Any, client: EngineClient, tmp_path: Path
 ) -> None:
