@@ -117,10 +117,15 @@ class Keeper:
                 started = time.monotonic()
                 code = self._run_server(on_ready)
                 if self._is_over(code):
-                    return code if code >= 0 else EXIT_KILLED
+                    return self._exit_code(code)
                 self._before_restart(code, time.monotonic() - started)
         finally:
             self._close()
+
+    def _exit_code(self, code: int) -> int:
+        if self._stopping and code == -signal.SIGTERM:
+            return 0  # told to stop before it could take signals: nothing had begun
+        return code if code >= 0 else EXIT_KILLED
 
     def _is_over(self, code: int) -> bool:
         """A server that ended in order, was told to, or never came up at the very start."""

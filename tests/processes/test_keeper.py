@@ -692,6 +692,18 @@ signal.pause()
     assert not is_alive(server)
 
 
+def test_stop_while_the_server_starts(
+    broker_dir: Path, keep: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """A keeper told to stop before its first server can take signals ends with 0."""
+    keeper = keep("import os, signal\nos.write(1, b'starting\\n')\nsignal.pause()")
+    assert keeper.stdout is not None
+    assert keeper.stdout.readline() == "starting\n"
+    keeper.terminate()
+    assert keeper.wait(AT_ONCE_SECONDS * SCALE) == 0
+    assert nothing_is_left(broker_dir)
+
+
 def test_server_that_does_not_stop(
     broker_dir: Path, keep: Callable[..., subprocess.Popen[str]]
 ) -> None:
