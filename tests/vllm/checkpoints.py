@@ -11,25 +11,39 @@ VOCABULARY = 512
 PROMPT = [1, 17, 230, 5, 96]
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,  # so that greedy decoding does not stand still
+}
+
+
 def make_llama(folder: Path) -> Path:
-    """A Llama of four layers with random weights, always the same."""
-    import torch
+    """A Llama with random weights, always the same."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    return _make(LlamaForCausalLM, LlamaConfig(**SIZES), folder)
+
+
+def make_mixtral(folder: Path) -> Path:
+    """One with experts, whose weights vLLM writes to while it processes them."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
+    return _make(MixtralForCausalLM, config, folder)
+
+
+def _make(kind: Any, config: Any, folder: Path) -> Path:
+    import torch
+
     torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        initializer_range=0.2,  # so that greedy decoding does not stand still
-    )
-    model: Any = LlamaForCausalLM(config)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    kind(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 

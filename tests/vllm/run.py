@@ -24,7 +24,15 @@ from typing import Any
 from tests.support.clock import eventually
 from tests.support.opens import Opens
 from tests.support.processes import ROOT, RunningBroker
-from tests.vllm.checkpoints import copy_of, make_llama, prompt_of, text_of, twin_of
+from tests.vllm.checkpoints import (
+    PROMPT,
+    copy_of,
+    make_llama,
+    make_mixtral,
+    prompt_of,
+    text_of,
+    twin_of,
+)
 from tests.vllm.engines import END_SECONDS, START_SECONDS, Plan, Report, VllmEngine
 
 
@@ -187,6 +195,15 @@ class Run:
             )
         self.row("second engine, two ranks", warm, opened)
 
+    def experts(self) -> None:
+        changes: dict[str, Any] = {"model": make_mixtral(self._folder / "mixtral")}
+        changes["prompt"] = PROMPT
+        alone, _opened = self.run(self.plan("experts-alone", **changes))
+        for name, how in (("first", "published"), ("second", "mapped")):
+            report, _opened = self.run(self.ours(f"experts-{name}", **changes))
+            check(f"experts, {name}: {how}", hows(report) == [how], report.came)
+            check(f"experts, {name}: as vLLM", report.tokens == alone.tokens, report.tokens)
+
     def wrong_keys(self) -> None:
         twin = twin_of(self._plan.model, self._folder / "twin")
         others: dict[str, dict[str, Any]] = {
@@ -316,7 +333,13 @@ def main() -> None:
             parts = [run.baseline, run.cold_and_warm]
             further = [
                 *(run.two_at_once, run.killed, run.private, run.same_bytes_elsewhere),
-                *(run.tensor_parallel, run.without_a_broker, run.processed, run.wrong_keys),
+                *(
+                    run.tensor_parallel,
+                    run.experts,
+                    run.without_a_broker,
+                    run.processed,
+                    run.wrong_keys,
+                ),
             ]
             chosen = options.only or [part.__name__ for part in further]
             for part in [*parts, *(part for part in further if part.__name__ in chosen)]:
