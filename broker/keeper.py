@@ -123,7 +123,7 @@ class Keeper:
             self._close()
 
     def _exit_code(self, code: int) -> int:
-        if self._stopping and code == -signal.SIGTERM:
+        if self._stopping and not self._is_up and code == -signal.SIGTERM:
             return 0  # told to stop before it could take signals: nothing had begun
         return code if code >= 0 else EXIT_KILLED
 

@@ -676,7 +676,7 @@ def test_orphans_are_reaped(keep: Callable[..., subprocess.Popen[str]]) -> None:
 import os, signal
 if os.fork() == 0:
     if os.fork() == 0:
-        print(os.getpid(), flush=True)
+        os.write(1, b"%d\\n" % os.getpid())
         os.read(0, 1)
     os._exit(0)
 signal.pause()
