@@ -278,6 +278,25 @@ class Run:
             self.row(f"{name} engine, {what}", report, opened)
         check("the second opens no weight file to load", opened == self._read_anyway, opened)
 
+    def first_engines(self) -> None:
+        self.broker.evict_all()
+        engines = [self.start(self.ours(f"first-{number}")) for number in (1, 2)]
+        try:
+            reports = [engine.report() for engine in engines]
+        finally:
+            for engine in engines:
+                engine.end()
+        came = sorted(how for report in reports for how in hows(report))
+        check(
+            "of two first engines one publishes, one waits", came == ["mapped", "published"], came
+        )
+        same = all(report.tokens == self.answer for report in reports)
+        check("both answer as the baseline", same)
+        self.broker.evict_all()
+        report, _opened = self.run(self.ours("first-copy", extra={"mode": "copy"}))
+        check("a first engine in mode copy publishes", hows(report) == ["published"], report.came)
+        check("and answers as the baseline", report.tokens == self.answer, report.tokens)
+
     # --- the table ------------------------------------------------------------------------------
 
     def show(self) -> None:
@@ -319,32 +338,36 @@ def _version(package: str) -> str:
         return ""
 
 
+FURTHER = (
+    Run.two_at_once,
+    Run.killed,
+    Run.private,
+    Run.same_bytes_elsewhere,
+    Run.tensor_parallel,
+    Run.experts,
+    Run.without_a_broker,
+    Run.processed,
+    Run.wrong_keys,
+    Run.first_engines,
+)
+
+
 def main() -> None:
+    names = [part.__name__ for part in FURTHER]
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", type=Path, help="a checkpoint of yours; default: one made here")
     parser.add_argument("--device", choices=("simulated", "cuda"), default="simulated")
-    parser.add_argument("--only", nargs="*", default=[], help="further parts; default: all")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="after the first")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="wb-vllm-") as name:
         folder = Path(name)
         model = options.model or make_llama(folder / "llama")
         run = Run(folder, model.resolve(), options.device)
+        chosen = [part for part in FURTHER if part.__name__ in options.only]
         try:
-            parts = [run.baseline, run.cold_and_warm]
-            further = [
-                *(run.two_at_once, run.killed, run.private, run.same_bytes_elsewhere),
-                *(
-                    run.tensor_parallel,
-                    run.experts,
-                    run.without_a_broker,
-                    run.processed,
-                    run.wrong_keys,
-                ),
-            ]
-            chosen = options.only or [part.__name__ for part in further]
-            for part in [*parts, *(part for part in further if part.__name__ in chosen)]:
+            for part in (Run.baseline, Run.cold_and_warm, *chosen):
                 print(part.__name__.replace("_", " "), flush=True)
-                part()
+                part(run)
         finally:
             run.broker.stop()
         run.show()

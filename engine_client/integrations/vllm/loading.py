@@ -43,10 +43,11 @@ from engine_client.integrations.vllm.structure import (
     layouts_of,
     require_structure,
 )
+from engine_client.publishing import rebind
 from engine_client.weight_set import WeightSet
 
 _MOST_THREADS = 8
-"""For hashing: more do not read faster."""
+"""That one rank takes to read a checkpoint for its identity; other ranks want cores too."""
 
 _identities: dict[Files, str] = {}
 """Of files that this process has read."""
@@ -121,7 +122,7 @@ class Load:
             return found
         metadata = {METADATA: summary(self._settings), "model": self._model_config.model}
         with ExitStack() as published:
-            return sharing.publish_or_wait(
+            weights = sharing.publish_or_wait(
                 client,
                 self._key(self._identity(files)),
                 files.name,
@@ -130,6 +131,9 @@ class Load:
                 self._options.timeout,
                 self._progress(),
             )
+            if self._built is not None and binding_of(self._built) is None:
+                rebind(self._built, weights)  # built here, and another engine was first to publish
+        return weights
 
     def _files(self) -> Files:
         if self._model_config.model_weights:
@@ -143,13 +147,14 @@ class Load:
         """Reads every byte the first time."""
         if files not in _identities:
             began = time.perf_counter()
+            self._logger.info("weight broker: reading %s once for its identity", files.path)
             ranks = runtime.local_ranks(self._vllm_config)
             threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // ranks))
             _identities[files] = content_identity(files, threads, lambda _done, _total: None)
             self._logger.info(
-                "weight broker: read %s for its identity in %.2f s",
-                files.path,
+                "weight broker: that took %.2f s, it is %s",
                 time.perf_counter() - began,
+                _identities[files],
             )
         return _identities[files]
 
