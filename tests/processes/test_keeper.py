@@ -584,7 +584,7 @@ def test_server_that_cannot_start_for_a_while(
     eventually(lambda: "deaths_in_a_row=4" in broker.log.read_text(), 10, "several tries")
     resource.prlimit(broker.pid, resource.RLIMIT_NOFILE, (soft, hard))
     eventually(lambda: server_of(broker), 5, "another server")
-    assert leases(broker) == before
+    assert leases(broker) == before, broker.log.read_text()
     log = broker.log.read_text()
     assert "server-not-started" in log
     delays = [float(delay) for delay in re.findall(r"next_start_in=([0-9.]+)", log)]
