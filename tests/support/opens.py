@@ -1,4 +1,8 @@
-"""Every open of a file in a folder, as the kernel reports it: inotify(7), whoever opens it."""
+"""Every open of a file in a folder, as the kernel reports it: inotify(7), whoever opens it.
+
+The kernel reports two equal events as one if nothing came between them. So closing is watched too:
+only opens of one file that overlap in time can be counted as one, and none is ever missed.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 
 _IN_OPEN = 0x20
+_IN_CLOSE = 0x18
+_IN_Q_OVERFLOW = 0x4000
 _EVENT = struct.Struct("iIII")
 _library = ctypes.CDLL(None, use_errno=True)
 
@@ -24,7 +30,7 @@ class Opens:
     def __enter__(self) -> Opens:
         self._descriptor = _library.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         watch = _library.inotify_add_watch(
-            self._descriptor, os.fsencode(self._folder), ctypes.c_uint32(_IN_OPEN)
+            self._descriptor, os.fsencode(self._folder), ctypes.c_uint32(_IN_OPEN | _IN_CLOSE)
         )
         if self._descriptor < 0 or watch < 0:
             raise OSError(ctypes.get_errno(), f"cannot watch {self._folder}")
@@ -49,8 +55,9 @@ class Opens:
             at = 0
             while at < len(data):
                 _watch, mask, _cookie, length = _EVENT.unpack_from(data, at)
-                if mask & 0x4000:  # IN_Q_OVERFLOW
+                if mask & _IN_Q_OVERFLOW:
                     raise OSError("more files were opened than the kernel could report")
                 at += _EVENT.size
-                names.append(data[at : at + length].rstrip(b"\0").decode())
+                if mask & _IN_OPEN:
+                    names.append(data[at : at + length].rstrip(b"\0").decode())
                 at += length
