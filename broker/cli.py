@@ -11,8 +11,7 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
 
 from broker import VERSION
 from broker.__main__ import EXIT_INTERRUPTED
@@ -27,6 +26,7 @@ from broker.commands import (
     sets,
     status,
 )
+from broker.commands.refusing import Parser
 from broker.errors import BadRequest, BrokerError
 from broker.logs import printable, shown_sentence
 from broker.suggest import did_you_mean
@@ -93,17 +93,19 @@ def _say_interrupted(what: str) -> None:
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser, commands = _parser_and_commands()
     word = next((word for word in arguments if not word.startswith("-")), "")
-    near = "" if word in commands else did_you_mean(word, commands)
-    if near:
-        parser.error(f"there is no command {word!r}; {near}")
-    return parser.parse_args(arguments)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Refuses what was typed without sending it to the terminal as it is."""
-
-    def error(self, message: str) -> NoReturn:
-        super().error(printable(message))
+    begin = arguments.index(word) if word else len(arguments)
+    parser.refuse_misspelt(arguments[:begin], " before COMMAND")
+    if word not in commands:
+        near = did_you_mean(word, commands)
+        if near:
+            parser.error(f"there is no command {word!r}; {near}")
+        return parser.parse_args(arguments)
+    command = commands[word]
+    command.refuse_misspelt(arguments[begin + 1 :])
+    options, more = parser.parse_known_args(arguments)
+    if more:
+        command.error(f"it has no argument for {' '.join(map(repr, more))}")
+    return options
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -111,8 +113,8 @@ def make_parser() -> argparse.ArgumentParser:
     return _parser_and_commands()[0]
 
 
-def _parser_and_commands() -> tuple[argparse.ArgumentParser, Collection[str]]:
-    parser = _Parser(
+def _parser_and_commands() -> tuple[Parser, Mapping[str, Parser]]:
+    parser = Parser(
         prog="weight-broker",
         description="Inference engines on one GPU node share one copy of the model weights.",
         epilog="`weight-broker COMMAND --help` explains a command, with examples.",
@@ -121,4 +123,4 @@ def _parser_and_commands() -> tuple[argparse.ArgumentParser, Collection[str]]:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for group in GROUPS:
         group.add_to(commands)
-    return parser, commands.choices.keys()
+    return parser, commands.choices

@@ -27,7 +27,13 @@ def add_to(commands: Commands) -> None:
         commands, "publish", publish_checkpoint, text, examples=examples, broker="--broker"
     )
     publish.add_argument("path", help="a folder, or one safetensors file")
-    publish.add_argument("--name", required=True, dest="line", help="whose new generation it is")
+    publish.add_argument(
+        "--name",
+        required=True,
+        dest="line",
+        metavar="NAME",
+        help="the name whose newest generation it becomes",
+    )
     publish.add_argument("--generation", help="its label (default: the next number)")
     publish.add_argument("--device", metavar="UUID", help="if the broker serves several devices")
 

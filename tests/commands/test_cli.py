@@ -101,6 +101,74 @@ def test_no_such_command(capsys: Capture) -> None:
     assert all(name in said for name in COMMANDS)
 
 
+MISSPELT = [
+    ("serve --memory-limt 4g", "--memory-limt", "--memory-limit"),
+    ("publish /m --nme prod", "--nme", "--name"),
+    ("status --jsn", "--jsn", "--json"),
+    ("report --lst=2h x.html", "--lst", "--last"),
+    ("ping --frobnicate", "--frobnicate", ""),
+]
+
+
+@pytest.mark.parametrize(("typed", "option", "meant"), MISSPELT)
+def test_a_misspelt_option(typed: str, option: str, meant: str, capsys: Capture) -> None:
+    """The usage of that command, the word that is wrong, and the option that it is near to."""
+    said = refused(typed.split(), capsys)
+    command = typed.split()[0]
+    assert said.startswith(f"usage: weight-broker {command} ")
+    hint = f"; did you mean {meant}?" if meant else ""
+    assert said.endswith(f"weight-broker {command}: error: there is no option {option}{hint}\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_knows_its_options(command: str, capsys: Capture) -> None:
+    """A long option whose last letter is wrong is answered with the right one."""
+    for action in commands()[command]._actions:
+        for option in action.option_strings:
+            if option.startswith("--"):
+                typed = option[:-1] + "_"
+                assert f"no option {typed}; did you mean {option}?" in refused(
+                    [command, typed], capsys
+                )
+
+
+def test_an_option_before_the_command(capsys: Capture) -> None:
+    """It is told that its place is wrong; its value is not taken for a command."""
+    said = refused(["--dir", "/tmp", "status"], capsys)
+    assert said.endswith("error: there is no option --dir before COMMAND\n")
+
+
+def test_words_that_are_no_options(capsys: Capture) -> None:
+    """What follows `--`, or has a space, is an argument; one too many is told by its command."""
+    parsed = cli._parsed(["evict", "--", "--nme"])
+    assert parsed.set == "--nme"
+    assert cli._parsed(["evict", "--my set"]).set == "--my set"
+    said = refused(["list", "prod", "\x1b[2J"], capsys)
+    assert said.startswith("usage: weight-broker list ")
+    assert said.endswith("error: it has no argument for 'prod' '\\x1b[2J'\n")
+
+
+def test_abbreviated_options() -> None:
+    """What begins one option only stands for it, as argparse has it."""
+    assert cli._parsed(["serve", "--memory-l", "4g"]).memory_limit == "4g"
+
+
+@pytest.mark.parametrize(
+    ("typed", "missing"),
+    [
+        ("publish /m prod", "--name is missing: the name whose newest generation it becomes"),
+        ("publish --name prod", "path is missing: a folder, or one safetensors file"),
+        ("evict", "set is missing: a set's id, name or content identity"),
+        ("report", "OUT.html is missing: the page"),
+        ("completion", "shell is missing: whose"),
+        ("", "COMMAND is missing"),
+    ],
+)
+def test_something_is_missing(typed: str, missing: str, capsys: Capture) -> None:
+    """What is missing is named, and what belongs there said."""
+    assert f"error: {missing}" in refused(typed.split(), capsys)
+
+
 def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     """Ctrl-C is told, with what a command has to say about it."""
 

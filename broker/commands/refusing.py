@@ -1,0 +1,58 @@
+"""What somebody is told whose command line is none: the usage of that command, and what is wrong.
+
+Words of the command line are shown so that they cannot move a terminal's cursor.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from broker.logs import printable
+from broker.suggest import did_you_mean
+
+_MISSING = "the following arguments are required: "
+"""How argparse begins to say so, where it speaks English."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Of `weight-broker` and of each of its commands. Refusals end the process with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith(_MISSING):
+            names = message.removeprefix(_MISSING).split(", ")
+            message = "; ".join(map(self._missing, names))
+        super().error(printable(message))
+
+    def _missing(self, name: str) -> str:
+        """With the text of `--help` on it: a name alone does not say what belongs there."""
+        helps = {_name_of(action): action.help for action in self._actions}
+        text = helps.get(name)
+        return f"{name} is missing: {text}" if text else f"{name} is missing"
+
+    def refuse_misspelt(self, words: Sequence[str], where: str = "") -> None:
+        """End with a suggestion if one of the words is a long option that does not exist.
+
+        argparse itself tells that last, if at all, and with the usage of another parser.
+
+        Args:
+            words: those that only this parser is to understand.
+            where: what to add where the option could exist elsewhere, e.g. " before COMMAND".
+        """
+        known = list(self._option_string_actions)
+        for word in words:
+            if word == "--":
+                return
+            option = word.partition("=")[0]
+            # As argparse decides: what has a space is no option, what begins one stands for it.
+            is_option = option.startswith("--") and " " not in option
+            if is_option and not any(each.startswith(option) for each in known):
+                near = did_you_mean(option, known, most=1)
+                self.error(f"there is no option {option}{where}{near and '; ' + near}")
+
+
+def _name_of(action: argparse.Action) -> str:
+    """What argparse calls an argument that is missing."""
+    named = action.metavar if isinstance(action.metavar, str) else action.dest
+    return "/".join(action.option_strings) or named
