@@ -42,7 +42,7 @@ LISTEN_BACKLOG = 1024
 
 _ROOT = Path("/")
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
-_ELSEWHERE = f"set {DIRECTORY_VARIABLE} to a directory of your own"
+_ELSEWHERE = f"name another one with --dir or {DIRECTORY_VARIABLE}"
 
 
 # --- the directory ------------------------------------------------------------------------------
@@ -206,8 +206,8 @@ class BrokerPaths:
             if length > MAX_SOCKET_PATH_BYTES:
                 raise BadRequest(
                     f"the socket path {path} has {length} bytes and may have "
-                    f"{MAX_SOCKET_PATH_BYTES}; set {DIRECTORY_VARIABLE} to a shorter path, or "
-                    "give the broker a shorter name",
+                    f"{MAX_SOCKET_PATH_BYTES}; name a shorter directory with --dir or "
+                    f"{DIRECTORY_VARIABLE}, or give the broker a shorter name",
                     path=str(path),
                     length=length,
                     limit=MAX_SOCKET_PATH_BYTES,

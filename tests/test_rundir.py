@@ -21,7 +21,7 @@ from broker.rundir import (
 )
 
 UID = os.geteuid()
-ELSEWHERE = "; set WEIGHT_BROKER_DIR to a directory of your own"
+ELSEWHERE = "; name another one with --dir or WEIGHT_BROKER_DIR"
 
 
 @pytest.fixture
@@ -219,8 +219,8 @@ def test_longest_path() -> None:
         BrokerPaths(directory, "x")
     error = caught.value
     assert str(error) == (
-        f"the socket path {directory}/x.session has {error.length} bytes and may have 107; set "
-        "WEIGHT_BROKER_DIR to a shorter path, or give the broker a shorter name"
+        f"the socket path {directory}/x.session has {error.length} bytes and may have 107; name "
+        "a shorter directory with --dir or WEIGHT_BROKER_DIR, or give the broker a shorter name"
     )
     assert error.length == len(os.fsencode(error.path)) > 107
     assert error.limit == 107

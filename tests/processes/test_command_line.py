@@ -164,6 +164,15 @@ def test_no_broker(command: str, broker_dir: Path, capsys: Capture) -> None:
     check_refused(result, BrokerNotFound.exit_code, str(broker_dir), "weight-broker serve")
 
 
+@pytest.mark.parametrize("command", ["status", "ping", "report x.html"])
+def test_no_directory(command: str, broker_dir: Path, capsys: Capture) -> None:
+    """A file where `--dir` is to be a directory is told with the option that can name another."""
+    (broker_dir / "file").touch(0o600)
+    result = run(capsys, *command.split(), "--dir", str(broker_dir / "file"))
+    words = (f"{broker_dir / 'file'} is not a directory", "name another one with --dir or ")
+    check_refused(result, BadRequest.exit_code, *words)
+
+
 def test_evict(shared_broker: RunningBroker, checkpoint: Path, capsys: Capture) -> None:
     """By id, name or identity; a leased set goes with its last lease; an unknown one is told."""
     directory = str(shared_broker.directory)
