@@ -19,6 +19,7 @@ from broker.devices.base import (
 )
 from broker.errors import BadRequest, BrokerError, InternalError, OverBudget
 from broker.limits import DEFAULTS, Limits
+from broker.sizes import human
 
 FREEZE_SECONDS = 2.0
 """How long `freeze` waits for a writer that has said it is done to let go of its mapping."""
@@ -48,7 +49,7 @@ class Store:
             slab = self._devices[device].create(nbytes)
         except DeviceOutOfMemory as error:
             raise OverBudget(
-                f"the broker's limit allows {nbytes} bytes more on device {device}, which has not "
+                f"the broker's limit allows {human(nbytes)} more on device {device}, which has not "
                 f"got them: {error}",
                 requested=nbytes,
                 free=free_if_known(self._devices[device]),

@@ -7,9 +7,9 @@ import sys
 from typing import TYPE_CHECKING, TextIO
 
 from broker.commands.parsing import Commands, Examples, add_device, add_plain
-from broker.commands.text import human
 from broker.device_names import AUTO
 from broker.errors import UnsupportedPlatformForIPCError
+from broker.sizes import human
 
 if TYPE_CHECKING:
     from broker.devices.base import Device

@@ -7,7 +7,8 @@ import json
 from typing import Any
 
 from broker.commands.parsing import Commands, Examples, add_command, observe
-from broker.commands.text import human, table, warn_of_left_off
+from broker.commands.text import table, warn_of_left_off
+from broker.sizes import human
 
 
 def add_to(commands: Commands) -> None:

@@ -10,16 +10,6 @@ from typing import Any
 from broker.logs import printable
 
 
-def human(nbytes: int) -> str:
-    """Bytes as people read them, in powers of 1024."""
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
-
-
 def shown(text: str | None) -> str:
     """What an engine says of itself, without what would move the cursor of a terminal."""
     return printable(text or "") or "-"

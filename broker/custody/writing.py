@@ -24,6 +24,7 @@ from broker.custody.records import (
     content_of,
     line_of,
 )
+from broker.custody.shortage import over_budget
 from broker.custody.states import IN_PROGRESS, RESIDENT, State, Trigger
 from broker.errors import (
     BadRequest,
@@ -92,7 +93,7 @@ class Writing(Claiming):
             raise misled[0][1]
         budget = self.budgets[record.key.device]
         nbytes = align_up(max(request.nbytes, 1), budget.granularity)
-        self._make_room(record.key.device, nbytes)
+        self._make_room(record, nbytes)
         self._move(record, Trigger.RESERVE)
         budget.free -= nbytes
         record.nbytes = nbytes
@@ -129,7 +130,8 @@ class Writing(Claiming):
             if not waiter.follows and (error := mismatch(waiter.demand, known)) is not None
         ]
 
-    def _make_room(self, device: str, nbytes: int) -> None:
+    def _make_room(self, asked: WeightSet, nbytes: int) -> None:
+        device = asked.key.device
         budget = self.budgets[device]
         idle = sorted(
             (
@@ -143,7 +145,7 @@ class Writing(Claiming):
             key=lambda record: record.used,
         )
         if budget.free + sum(record.nbytes for record in idle) < nbytes:
-            raise self._over_budget(device, nbytes, idle)
+            raise self._over_budget(asked, nbytes, idle)
         for record in idle:
             if budget.free >= nbytes:
                 return
@@ -153,29 +155,16 @@ class Writing(Claiming):
             self._announce("evicted", record.names, set=record.id, cause="memory is needed")
             self._end(record, Trigger.EVICT)
 
-    def _over_budget(self, device: str, nbytes: int, idle: list[WeightSet]) -> OverBudget:
-        budget = self.budgets[device]
+    def _over_budget(self, asked: WeightSet, nbytes: int, idle: list[WeightSet]) -> OverBudget:
+        budget = self.budgets[asked.key.device]
         free = budget.free + sum(record.nbytes for record in idle)
         in_use = [
             record
             for record in self.sets.values()
-            if record.key.device == device and record.nbytes and record not in idle
+            if record.key.device == asked.key.device and record.nbytes and record not in idle
         ]
         held = [self._held(record) for record in in_use[:MAX_HOLDERS]]
-        said = [f"{entry['set']}: {entry['nbytes']} {entry['why']}" for entry in held]
-        more = len(in_use) - len(held)
-        return OverBudget(
-            f"the weights need {nbytes} bytes on device {device}, "
-            f"{free} are free of a limit of {budget.limit}"
-            + (f"; in use: {', '.join(said)}" if said else "")
-            + (f" and {more} more sets" if more else "")
-            + "; release or evict sets, or start the broker with a larger --memory-limit",
-            requested=nbytes,
-            free=free,
-            limit=budget.limit,
-            device=device,
-            held=held,
-        )
+        return over_budget(asked, nbytes, free, budget.limit, held, len(in_use) - len(held))
 
     def _held(self, record: WeightSet) -> dict[str, Any]:
         """A set that cannot make room, and why not."""

@@ -38,9 +38,10 @@ def test_over_budget_says_the_numbers() -> None:
     with pytest.raises(OverBudget) as error:
         desk.reserve(loader.session, 601)
     assert error.value.sentence == (
-        "the weights need 610 bytes on device GPU-0, 600 are free of a limit of 1000; "
-        "in use: set 1 (held): 300 leased by pid 7 (vllm), set 3: 100 written by session 6; "
-        "release or evict sets, or start the broker with a larger --memory-limit"
+        "checkpoint '/models/4' needs 610 B on device GPU-0: of a limit of 1000 B, 600 B are "
+        "free, 10 B too few; in use: set 1 (held): 300 B leased by pid 7 (vllm), set 3: 100 B "
+        "written by session 6; release, unpin or evict sets, or start the broker with a larger "
+        "--memory-limit"
     )
     assert error.value.fields == {
         "requested": 610,
@@ -54,6 +55,34 @@ def test_over_budget_says_the_numbers() -> None:
     }
     assert desk.set(loader.set).state is State.CLAIMED
     assert desk.reserve(loader.session, 600)[0] == FreeSlab(2)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_over_budget_offers_nothing_that_cannot_help(*, busy: bool) -> None:
+    """Nothing is in use, or the weights are above the limit alone: only a larger limit helps."""
+    desk = Desk()
+    if busy:
+        desk.load(1, engine=desk.engine(), nbytes=100)
+    loader = desk.start(source(2, "shape-b"))
+    with pytest.raises(OverBudget) as error:
+        desk.reserve(loader.session, 4096)
+    sentence = error.value.sentence
+    assert sentence.startswith("checkpoint '/models/2' needs 4.0 KiB on device GPU-0: of a limit ")
+    assert sentence.endswith("; start the broker with a larger --memory-limit")
+    assert ("in use: set 1: 100 B leased" in sentence) == busy
+    assert not any(word in sentence for word in ("release", "unpin", "evict"))
+    assert error.value.requested == 4100
+
+
+@pytest.mark.parametrize("key", [{"name": "prod"}, {"checkpoint": "blake3:a"}], ids=str)
+def test_over_budget_for_a_publication(key: dict[str, str]) -> None:
+    """What an engine publishes is called by its name, or else by its content."""
+    desk = Desk()
+    session = desk.engine()
+    desk.claim(session, **key)
+    (called,) = key.values()
+    with pytest.raises(OverBudget, match=rf"^weight set '{called}' needs 2\.0 KiB on "):
+        desk.reserve(session, 2000, claim="w")
 
 
 def test_least_recently_used_sets_make_room() -> None:
@@ -94,7 +123,7 @@ def test_leased_and_pinned_sets_never_make_room() -> None:
     desk.end(engine)
     desk.books.pin(0, wire.Pin("1"))
     loader = desk.start(source(3, "shape-c"))
-    with pytest.raises(OverBudget, match=r"set 1: 400 \(pinned\), set 2: 400 leased by session 3;"):
+    with pytest.raises(OverBudget, match=r"set 1: 400 B \(pinned\), set 2: 400 B leased"):
         desk.reserve(loader.session, 300)
     desk.books.unpin(0, wire.Unpin("1"))
     assert desk.reserve(loader.session, 300)[0] == FreeSlab(1)
@@ -107,7 +136,7 @@ def test_memory_of_another_device_does_not_help() -> None:
     desk.finish(loader, nbytes=900)
     assert desk.free == 1000
     other = desk.start(source(2, "shape-b"), device="GPU-1")
-    with pytest.raises(OverBudget, match=r"110 bytes on device GPU-1, 100 are free"):
+    with pytest.raises(OverBudget, match=r"110 B on device GPU-1: .* 100 B are free"):
         desk.reserve(other.session, 101)
 
 

@@ -347,7 +347,7 @@ def test_more_than_the_device_has(narrow: GpuEngine, tmp_path: Path) -> None:
         "device": uuid,
     }
     assert answer["sentence"] == (
-        f"the broker's limit allows {4 * GRANULE} bytes more on device {uuid}, which has not got "
+        f"the broker's limit allows 8.0 MiB more on device {uuid}, which has not got "
         f"them: create on {uuid}: {4 * GRANULE} bytes were asked for, {GRANULE} of {3 * GRANULE} "
         "bytes are free"
     )

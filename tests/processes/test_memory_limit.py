@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from broker.errors import OverBudget
+from broker.sizes import human
 from engine_client import Checkpoint
 from tests.processes.conftest import brokers, private_directory
 from tests.support.clock import eventually
@@ -54,7 +55,8 @@ def test_weights_larger_than_the_limit(limited: RunningBroker, tmp_path: Path) -
             LIMIT_BYTES,
         )
         for number in (error.requested, error.free, error.limit):
-            assert str(number) in error.sentence
+            assert human(number) in error.sentence
+        assert repr(str(large)) in error.sentence
         assert limited.status()["sets"] == []
         assert limited.free_bytes() == LIMIT_BYTES
         assert limited.slabs() == 0

@@ -23,6 +23,7 @@ from broker.errors import (
     StaleEpoch,
     UsageError,
 )
+from broker.sizes import human
 from engine_client import EngineClient, publishing
 from tests.processes.conftest import brokers, private_directory
 from tests.support.clock import SCALE, eventually
@@ -227,17 +228,18 @@ def test_over_budget_says_who_holds_what(
     broker = start_broker("--memory-limit", "128k")
     engine = start_torch_engine(broker)
     held = engine.ask("publish", name="held", number=1)["nbytes"]
-    free = 128 * 1024 - held
+    free = 128 * 1024 - held - 4096
     with broker.client(label="trainer") as client:
         client.publish("pinned", {"w": torch.ones(2)}).release()
         client.pin("pinned")
         with pytest.raises(OverBudget) as error:
             client.publish("large", {"w": torch.ones(30000)})
         sentence = (
-            f"the weights need 122880 bytes on device SIM-0, {free - 4096} are free of a limit of "
-            f"131072; in use: set 1 (held): {held} leased by pid {engine.pid} (told engine), "
-            "set 2 (pinned): 4096 (pinned); release or evict sets, or start the broker with a "
-            "larger --memory-limit"
+            "weight set 'large' needs 120.0 KiB on device SIM-0: of a limit of 128.0 KiB, "
+            f"{human(free)} are free, {human(122880 - free)} too few; in use: set 1 (held): "
+            f"{human(held)} leased by pid {engine.pid} (told engine), set 2 (pinned): 4.0 KiB "
+            "(pinned); release, unpin or evict sets, or start the broker with a larger "
+            "--memory-limit"
         )
         assert error.value.sentence == sentence
         assert error.value.held[0]["nbytes"] == held

@@ -6,7 +6,8 @@ import time
 from typing import Any
 
 from broker.commands.status.tables import holders, names_of, person, since, who_is_who
-from broker.commands.text import duration, human, shown
+from broker.commands.text import duration, shown
+from broker.sizes import human
 
 QUIET_SECONDS = 30.0
 """A writer that was not heard of for so long may be stuck."""

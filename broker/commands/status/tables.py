@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from broker.commands.text import duration, human, shown
+from broker.commands.text import duration, shown
+from broker.sizes import human
 
 BAR_CELLS = 16
 

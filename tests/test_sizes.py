@@ -1,0 +1,23 @@
+"""Bytes as people read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from broker.sizes import human
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "said"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (90_857_472, "86.6 MiB"),
+        (40 << 30, "40.0 GiB"),
+        (3 << 50, "3072.0 TiB"),
+    ],
+)
+def test_human(nbytes: int, said: str) -> None:
+    """Powers of 1024, one digit after the point; bytes have none."""
+    assert human(nbytes) == said
