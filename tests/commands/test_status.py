@@ -80,12 +80,14 @@ def test_80_columns() -> None:
         "SET  STAGE    PROGRESS                    RATE  LEFT  WAITING  QUIET  WHAT",
         "  8  reading  ████████████░░░░  80%  2.3 GiB/s   5 s        1    0 s  /models/8",
         "  9  writing  -                              -     -        2   45 s  /models/9",
+        "no room for DONE, WRITER: a wider terminal or --json shows that",
     ]
     assert lines_of(text, "resident") == [
         "SET  STATE           NAME        SIZE  TENSORS  ENGINES  AGE  USED  DTYPE",
         "  2  draining        prod#1  16.0 GiB      291        1  2 h  12 s  bfloat16",
         "  3  sealed, pinned  prod#2  16.0 GiB      291        2  2 h  12 s  bfloat16",
         "  4  sealed          -       16.0 GiB      291        0    -     -  bfloat16",
+        "no room for DEVICE, HELD BY, FROM: a wider terminal or --json shows that",
     ]
     assert lines_of(text, "sessions")[:4] == [
         "SESSION   PID   UID  COMMAND  LABEL    SETS       WAITS  REQUESTS   LAG  AGE",
@@ -101,6 +103,7 @@ def test_200_columns() -> None:
     assert header.split()[-5:] == ["DTYPE", "DEVICE", "HELD", "BY", "FROM"]
     assert "vllm-b (pid 1202), vllm-c (pid 1203)  /models/prod" in rows[1]
     assert rows[2].endswith("long-l…")
+    assert "no room for" not in seen("busy", 200)
 
 
 def test_piped() -> None:
@@ -170,6 +173,15 @@ def test_what_is_to_be_looked_at() -> None:
     assert lagging == "session 7, vllm-c (pid 1203), has not read its answers for 12 s"
     assert restarts.startswith("the server was replaced 2 times, last 15 min ago")
     assert notes(samples.idle()) == []
+
+
+@pytest.mark.parametrize(("waiting", "said"), [(0, "0 wait"), (1, "1 waits"), (2, "2 wait")])
+def test_one_that_waits(waiting: int, said: str) -> None:
+    """One waits, two wait."""
+    report = samples.busy()
+    for entry in report["sets"]:
+        entry["waiting"] = waiting
+    assert notes(report)[1].endswith(f" writes it, {said} for it")
 
 
 def test_what_is_not_shown_is_counted() -> None:

@@ -12,11 +12,14 @@ GAP = 2
 """Cells between columns."""
 
 
-def fit(table: Table, width: int) -> list[list[str]]:
+def fit(table: Table, width: int) -> tuple[list[list[str]], list[str]]:
     """The lines of a table, header first, as cells of equal width within each column.
 
     Columns that need not be there and have nothing to say are left away, then those for which
     there is no room. Whatever is cut ends with an ellipsis.
+
+    Returns:
+        The lines, and the names of the columns for which there was no room.
     """
     columns = table.columns
     kept = [
@@ -24,6 +27,7 @@ def fit(table: Table, width: int) -> list[list[str]]:
         for index, column in enumerate(columns)
         if not column.rank or any(row[index] != "-" for row in table.rows)
     ]
+    wanted = list(kept)
     while _least(table, kept) > width:
         droppable = [index for index in kept if columns[index].rank]
         if not droppable:
@@ -31,10 +35,11 @@ def fit(table: Table, width: int) -> list[list[str]]:
         kept.remove(max(droppable, key=lambda index: columns[index].rank))
     widths = _widths(table, kept, width)
     header = [column.name for column in columns]
-    return [
+    lines = [
         [_cell(row[index], widths[index], columns[index]) for index in kept]
         for row in (header, *table.rows)
     ]
+    return lines, [header[index] for index in wanted if index not in kept]
 
 
 def _natural(table: Table, index: int) -> int:

@@ -35,7 +35,8 @@ def _stuck(report: dict[str, Any]) -> list[str]:
     return [
         f"set {entry['id']} ({shown(entry['path'] or entry['key']['name'])}) has not moved for "
         f"{duration(entry['progress']['quiet_seconds'])}: "
-        f"{people.get(entry['writer'], 'nobody')} writes it, {entry['waiting']} wait for it"
+        f"{people.get(entry['writer'], 'nobody')} writes it, "
+        f"{_counted(entry['waiting'], 'waits', 'wait')} for it"
         for entry in report["sets"]
         if entry["progress"] and entry["progress"]["quiet_seconds"] >= QUIET_SECONDS
     ]

@@ -129,14 +129,22 @@ def _memory_bar(use: dict[str, Any]) -> Text:
 def _table(table: Table, width: int) -> list[Text]:
     if not table.rows:
         return []
-    header, *rows = fit(table, width)
+    (header, *rows), left_away = fit(table, width)
     gap = " " * GAP
     return [
         Text(""),
         Text(table.title, style="bold"),
         Text(gap.join(header).rstrip(), style="bold bright_black", no_wrap=True),
         *(Text(gap.join(row).rstrip(), no_wrap=True) for row in rows),
+        *(Text(line, style="bright_black") for line in _no_room(left_away, width)),
     ]
+
+
+def _no_room(columns: list[str], width: int) -> list[str]:
+    if not columns:
+        return []
+    said = f"no room for {', '.join(columns)}: a wider terminal or --json shows that"
+    return _wrapped(said, width)
 
 
 def _list(title: str, sentences: list[str], style: str, width: int) -> list[Text]:
