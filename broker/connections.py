@@ -26,9 +26,9 @@ import termios
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from broker.credentials import Access, Credentials, peer_credentials
@@ -63,8 +63,7 @@ _EVENT = struct.Struct("=Hi")
 MONITORED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPT_FAILED
 
 
-@dataclass(frozen=True)
-class Doubt:
+class Doubt(msgspec.Struct, frozen=True):
     """An event that was data arriving, read by libzmq before we looked, or the peer reading.
 
     Attributes:
@@ -77,8 +76,7 @@ class Doubt:
     accepted: int
 
 
-@dataclass(eq=False)
-class Connection:
+class Connection(msgspec.Struct, eq=False):
     """One accepted connection.
 
     Attributes:
@@ -99,8 +97,8 @@ class Connection:
     surplus: int = 0
     unfinished_since: float | None = None
     doubt: Doubt | None = None
-    seen: int = field(default=0, repr=False)
-    told_at: float | None = field(default_factory=time.monotonic, repr=False)
+    seen: int = 0
+    told_at: float | None = msgspec.field(default_factory=time.monotonic)
     """When something was sent to it (at first libzmq's greeting) that it may not have read yet:
     that it reads looks as if it had sent something."""
 

@@ -6,16 +6,15 @@ Only this module, connections.py and doorman.py touch zmq. One thread owns the s
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import zmq
 
 from broker.connections import Connection, Connections
@@ -39,13 +38,12 @@ CUT_FRAMES = 16_384
 """More frames above the limit, in all of a connection's requests, are no mistake: it is cut off."""
 
 
-@dataclass
-class _Unsent:
+class _Unsent(msgspec.Struct):
     """Final replies for a peer that is busy, oldest first."""
 
-    replies: deque[list[bytes]] = field(default_factory=deque)
+    replies: deque[list[bytes]] = msgspec.field(default_factory=deque)
     nbytes: int = 0
-    since: float = field(default_factory=time.monotonic)
+    since: float = msgspec.field(default_factory=time.monotonic)
 
     def append(self, frames: list[bytes]) -> None:
         self.replies.append(frames)
@@ -60,6 +58,8 @@ def _make_routing_ids_unpredictable() -> None:
 
     A peer that takes the next one for itself ends this process (an assertion in libzmq).
     """
+    import ctypes  # takes a while, and is needed once
+
     ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "little"))
 
 

@@ -19,13 +19,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from broker.errors import BrokerError
+from broker.first_server import ForkedServer, take_server
 from broker.link import (
     EXIT_RESTART,
     Item,
     link_pair,
+    pack_record,
     packet_of,
     receive_item,
     try_send,
@@ -54,7 +57,10 @@ EXIT_KILLED = 1
 
 _LOOK_ONLY = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
+SERVER_COMMAND = (sys.executable, "-m", "broker.server_process")
+
 Kept = dict[tuple[str, str], Item]
+ServerProcess: TypeAlias = "subprocess.Popen[bytes] | ForkedServer"
 
 
 class Keeper:
@@ -62,20 +68,27 @@ class Keeper:
 
     Args:
         paths: where to listen.
-        command: how to start a server; the descriptors of link, ROUTER listener and session
-            listener are appended.
+        options: what servers are told to serve; a keeper does not look into it.
         longest_delay: seconds before a server that dies again and again is started again.
+        command: how to start a server; the descriptor of its link is appended.
 
     Raises:
         Busy: a broker of this name is running.
         BadRequest: a socket cannot be made; nothing is left behind.
     """
 
-    def __init__(self, paths: BrokerPaths, command: list[str], longest_delay: float) -> None:
+    def __init__(
+        self,
+        paths: BrokerPaths,
+        options: bytes,
+        longest_delay: float,
+        command: Sequence[str] = SERVER_COMMAND,
+    ) -> None:
+        self._options = options
         self._command = command
         self._longest_delay = longest_delay
         self._kept: Kept = {}
-        self._server: subprocess.Popen[bytes] | None = None
+        self._server: ServerProcess | None = None
         self._is_up = False
         self._stopping = False
         self._stop_signal = signal.SIGTERM
@@ -172,27 +185,32 @@ class Keeper:
         if self._stopping:
             return 0
         try:
-            ours, theirs = link_pair()
-            with ours:
-                with theirs:
-                    self._mend()
-                    self._is_up = False
-                    self._kill_at = NEVER
-                    self._server = self._start(theirs.fileno())
-                self._serve(ours, on_ready)
+            self._mend()
+            self._is_up = False
+            self._kill_at = NEVER
+            self._server, link = take_server() or self._start()
+            with link:
+                self._serve(link, on_ready)
         except OSError as error:  # no processes, memory or descriptors: perhaps later
             log_event("server-not-started", level=logging.ERROR, cause=error)
             return 1
         return self._reap(self._server)
 
-    def _start(self, link: int) -> subprocess.Popen[bytes]:
-        passed = (link, *self._listeners.descriptors())
-        return subprocess.Popen(
-            [*self._command, str(self.restarts), *map(str, passed)],
-            pass_fds=passed,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C in the terminal is ours to handle
-        )
+    def _start(self) -> tuple[ServerProcess, socket.socket]:
+        """A new server, and our end of the link to it."""
+        ours, theirs = link_pair()
+        with theirs:
+            try:
+                server = subprocess.Popen(
+                    [*self._command, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # a Ctrl-C in the terminal is ours to handle
+                )
+            except BaseException:
+                ours.close()
+                raise
+        return server, ours
 
     def _serve(self, link: socket.socket, on_ready: Callable[[str], None] | None) -> None:
         """Take what the server sends until its end of the link is closed."""
@@ -233,6 +251,14 @@ class Keeper:
 
     def _hand_over(self, link: socket.socket) -> None:
         """Wait as long as it takes: a server on a busy machine needs a while before it reads."""
+        options, descriptors, spill = pack_record(self._options, self._listeners.descriptors())
+        try:
+            self._send(
+                link, packet_of("begin", key=str(self.restarts), record=options), descriptors
+            )
+        finally:
+            if spill is not None:
+                os.close(spill)
         for (kind, key), item in self._kept.items():
             self._send(link, packet_of("item", kind, key, item.record), item.descriptors)
         self._send(link, packet_of("end"), [])
@@ -290,7 +316,7 @@ class Keeper:
             self._server.kill()
             self._kill_at = NEVER
 
-    def _reap(self, server: subprocess.Popen[bytes]) -> int:
+    def _reap(self, server: ServerProcess) -> int:
         """Its exit code. It has closed its link, so it is ending, or is made to."""
         try:
             code = server.wait(STOP_SECONDS)
@@ -315,11 +341,6 @@ class Keeper:
         self._kept.clear()
         self._listeners.close()
         os.close(self._signals)
-
-
-def server_command(options: list[str]) -> list[str]:
-    """How the keeper starts a server with these options of `serve`."""
-    return [sys.executable, "-m", "broker.server_process", *options]
 
 
 def _close_all(descriptors: list[int]) -> None:

@@ -7,7 +7,6 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -39,18 +38,17 @@ class KeptSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When it connected, in seconds since 1970; 0: not known."""
 
 
-@dataclass
-class Inheritance:
+class Inheritance(msgspec.Struct):
     """Everything an earlier server had handed to the keeper. The holder owns all descriptors."""
 
-    sessions: list[tuple[KeptSession, int]] = field(default_factory=list)
-    sets: list[tuple[KeptSet, list[int]]] = field(default_factory=list)
-    leases: list[KeptLease] = field(default_factory=list)
-    canaries: dict[str, Canary] = field(default_factory=dict)
+    sessions: list[tuple[KeptSession, int]] = []
+    sets: list[tuple[KeptSet, list[int]]] = []
+    leases: list[KeptLease] = []
+    canaries: dict[str, Canary] = {}
     """By the device's UUID; what the keeper's platform check has left."""
-    listeners: dict[str, int] = field(default_factory=dict)
+    listeners: dict[str, int] = {}
     """Listening sockets beside the two that every server gets, by what they are for."""
-    facts: dict[str, bytes] = field(default_factory=dict)
+    facts: dict[str, bytes] = {}
     """Records without a descriptor, by key: the epoch, the budgets."""
 
 
@@ -190,8 +188,7 @@ class KeeperLink:
             return True
 
 
-@dataclass
-class _Packet:
+class _Packet(msgspec.Struct):
     """One that the keeper has had no room for yet; it owns the descriptors."""
 
     packet: bytes

@@ -28,7 +28,7 @@ def _limit(default: int, unit: str, meaning: str, least: int = 1, most: int = 1 
     return field(default=default, metadata=facts)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # to make one takes a millisecond of every start
 class Limits:
     """Every limit, as a number of what its `unit` says. `LIMITS` has the meanings."""
 

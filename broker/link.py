@@ -7,7 +7,8 @@ A packet is `verb kind key` and a newline, then the item's record, which only th
                       drop    forget an item and close its descriptors
                       ready   the server answers requests from now on
                       alive   its loop turns
-    keeper → server   item    something an earlier server had kept
+    keeper → server   begin   serve: the restarts so far, the options, the two listening sockets
+                      item    something an earlier server had kept
                       end     that was all
 
 One-way: a packet that was sent is in the keeper's queue, whatever becomes of the sender. So what

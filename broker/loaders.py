@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
@@ -56,8 +55,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     work: CheckpointWork | ShippedWork
 
 
-@dataclass
-class Spawned:
+class Spawned(msgspec.Struct):
     """A loader process that was just started; the caller owns the three descriptors."""
 
     process: subprocess.Popen[bytes]
@@ -100,8 +98,7 @@ def spawn(job: Job, given: int) -> Spawned:
     return Spawned(process, ours, stderr_ours, os.pidfd_open(process.pid))
 
 
-@dataclass(frozen=True)
-class Ending:
+class Ending(msgspec.Struct, frozen=True):
     """How a loader process ended.
 
     Attributes:

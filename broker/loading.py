@@ -6,9 +6,10 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from broker import wire
 from broker.custody.actions import Action, StartLoader, StartShipped
@@ -35,8 +36,7 @@ STOP_SECONDS = 2.0
 """How long killed loaders are waited for at the end."""
 
 
-@dataclass
-class _Queued:
+class _Queued(msgspec.Struct):
     """A load whose turn has not come. `given`: the descriptor it is about, owned."""
 
     action: StartLoader | StartShipped

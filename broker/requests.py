@@ -7,7 +7,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
@@ -31,8 +30,7 @@ RequestKey: TypeAlias = tuple[int, bytes, int]
 """Session, request id, and a hash of what it says: one id for two requests is no repetition."""
 
 
-@dataclass
-class Ticket:
+class Ticket(msgspec.Struct, eq=False):
     """One request that has no final answer yet.
 
     `source` is the descriptor of a checkpoint's folder, closed with the answer. `on_reply` takes
@@ -49,7 +47,7 @@ class Ticket:
     key: RequestKey | None = None
     source: int | None = None
     on_reply: Callable[[msgspec.Struct | BrokerError], None] | None = None
-    opened: float = field(default_factory=time.monotonic)
+    opened: float = msgspec.field(default_factory=time.monotonic)
 
 
 class Tickets:
@@ -220,11 +218,10 @@ class Tickets:
         return ticket
 
 
-@dataclass
-class _Answers:
+class _Answers(msgspec.Struct):
     """The latest final answers of a session, oldest first."""
 
-    by_key: dict[RequestKey, list[bytes]] = field(default_factory=dict)
+    by_key: dict[RequestKey, list[bytes]] = {}
     nbytes: int = 0
 
     def add(self, key: RequestKey, frames: list[bytes]) -> None:
@@ -234,8 +231,7 @@ class _Answers:
             self.nbytes -= sum(map(len, self.by_key.pop(next(iter(self.by_key)))))
 
 
-@dataclass
-class _Use:
+class _Use(msgspec.Struct):
     """What is under way, of one session or of all."""
 
     requests: int = 0

@@ -1,4 +1,4 @@
-"""`python -m broker.server_process OPTIONS RESTARTS LINK ROUTER SESSIONS`: by the keeper only."""
+"""`python -m broker.server_process LINK`, by the keeper only: its first packet says what to serve."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from broker.config import BrokerConfig
 from broker.errors import BrokerError
 from broker.limits import LIMITS, Limits
+from broker.link import receive_item, unpack_record
 from broker.logs import log_crash, log_to_stderr, say_refusal
 from broker.rundir import BrokerPaths
 from broker.server import Server
@@ -18,13 +19,16 @@ from broker.stop_signals import hold_stop_signals
 
 def main(arguments: list[str]) -> int:
     """Serve until told to stop; the exit code, which tells the keeper whether to go on."""
-    options, restarts, *descriptors = arguments
-    config, paths = config_from(options)
+    link = socket.socket(fileno=int(arguments[0]))
+    begin = receive_item(link)
+    if begin is None:
+        return 0  # the keeper has ended, or needs none
+    config, paths = config_from(unpack_record(begin))
     log_to_stderr(config.log_format)
     sys.excepthook = log_crash
-    link, router, sessions = (socket.socket(fileno=int(number)) for number in descriptors)
+    router, sessions = (socket.socket(fileno=number) for number in begin.descriptors)
     try:
-        server = Server(config, paths, link, router, sessions, int(restarts))
+        server = Server(config, paths, link, router, sessions, int(begin.key))
     except BrokerError as error:
         say_refusal(error, config.log_format)
         return error.exit_code
@@ -34,7 +38,7 @@ def main(arguments: list[str]) -> int:
     return code
 
 
-def config_from(options: str) -> tuple[BrokerConfig, BrokerPaths]:
+def config_from(options: bytes) -> tuple[BrokerConfig, BrokerPaths]:
     """A server's configuration as its keeper passed it on."""
     given = json.loads(options)
     directory = Path(given.pop("directory"))

@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from broker.config import BrokerConfig
 from broker.journal.recording import keeper_journal
-from broker.keeper import Keeper, server_command
+from broker.keeper import Keeper
 from broker.limits import raise_descriptor_limit
 from broker.link import METRICS
 from broker.platform import check_ipc_platform_support
@@ -42,10 +42,10 @@ class Broker:
         self._paths = paths = _paths(config)
         self._journal_limit = config.journal_limit
         options = {**asdict(config), "directory": str(paths.directory)}
-        command = server_command([json.dumps(options)])
+        served = json.dumps(options).encode()
         with ExitStack() as unused:
             metrics = unused.enter_context(_listen(config.metrics)) if config.metrics else None
-            self._keeper = Keeper(paths, command, config.limits.restart_seconds)
+            self._keeper = Keeper(paths, served, config.limits.restart_seconds)
             unused.pop_all()
         if metrics is not None:
             self._keeper.keep("listener", METRICS, b"", metrics.detach())

@@ -12,8 +12,9 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from broker import wire
 from broker.credentials import peer_credentials
@@ -34,8 +35,7 @@ MAX_AHEAD = 1024
 """Packets that may come before the descriptor that a request needs: an attach of every thread."""
 
 
-@dataclass(frozen=True)
-class PeerIdentity:
+class PeerIdentity(msgspec.Struct, frozen=True):
     """What the kernel says of the other end. `pid` is 0 if it is outside our PID namespace."""
 
     pid: int

@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 WINDOW_SECONDS = 10.0
 """Over which a load's rate is measured."""
@@ -48,8 +49,7 @@ class Pace:
         return now - self._heard
 
 
-@dataclass
-class SetTimes:
+class SetTimes(msgspec.Struct):
     """Of one set: claimed, sealed, last leased or given back, superseded or evicted; and its
     writer's pace."""
 
@@ -60,8 +60,7 @@ class SetTimes:
     pace: Pace | None = None
 
 
-@dataclass
-class Times:
+class Times(msgspec.Struct):
     """Of all sets and leases that `known` still has.
 
     Args:
@@ -71,9 +70,9 @@ class Times:
     known: Container[int]
     wall: Callable[[], float] = time.time
     monotonic: Callable[[], float] = time.monotonic
-    leases: dict[tuple[int, str], float] = field(default_factory=dict)
+    leases: dict[tuple[int, str], float] = {}
     """By session and lease: since when."""
-    _sets: dict[int, SetTimes] = field(default_factory=dict)
+    _sets: dict[int, SetTimes] = {}
 
     def of(self, set_id: int) -> SetTimes:
         return self._sets.get(set_id, SetTimes())

@@ -61,13 +61,14 @@ def _argument(setting: Setting) -> dict[str, Any]:
 
 def serve_engines(options: argparse.Namespace) -> int:
     """Returns when the broker has ended."""
-    from broker.commands.print_config import as_toml
     from broker.logs import log_to_stderr, say_refusal
     from broker.service import Broker
 
     configuration = configure(vars(options), os.environ, options.config)
     config = configuration.broker_config()
     if options.print_config:
+        from broker.commands.print_config import as_toml
+
         print(as_toml(configuration), end="")
         return 0
     log_to_stderr(config.log_format)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import msgspec
@@ -20,20 +19,18 @@ MAX_IDENTITIES = 64
 """Identities remembered per set; a mount that chowns makes a new one every time."""
 
 
-@dataclass
-class Budget:
+class Budget(msgspec.Struct):
     """The bytes the broker may hold on one device, all of them accounted for."""
 
     limit: int
     granularity: int = 1
-    free: int = field(init=False)
+    free: int = 0
 
     def __post_init__(self) -> None:
         self.free = self.limit
 
 
-@dataclass
-class Waiter:
+class Waiter(msgspec.Struct):
     """A request that waits for a set in progress."""
 
     ticket: int
@@ -49,14 +46,14 @@ class Waiter:
     """Perhaps means another set: asks again when this one is sealed or has failed."""
 
 
-@dataclass
-class WeightSet:
+class WeightSet(msgspec.Struct):
     """One weight set from its claim to its last byte."""
 
     id: int
     key: WeightKey
-    asked: WeightKey = field(init=False)
-    """The key as it was claimed; `key` learns dtype and checkpoint as they become known."""
+    asked: WeightKey = WeightKey("")
+    """The key as it was claimed, set at the beginning; `key` learns dtype and checkpoint as they
+    become known."""
     label: str | None = None
     """What its publisher wants it to be called in its line."""
     state: State = State.ABSENT
@@ -79,12 +76,12 @@ class WeightSet:
     progress: Progress | None = None
     initiator: int | None = None
     """The ticket that caused the load."""
-    waiters: dict[int, Waiter] = field(default_factory=dict)
-    leases: set[tuple[int, str]] = field(default_factory=set)
-    identities: list[SourceIdentity] = field(default_factory=list)
-    generations: dict[Line, str] = field(default_factory=dict)
+    waiters: dict[int, Waiter] = {}
+    leases: set[tuple[int, str]] = set()
+    identities: list[SourceIdentity] = []
+    generations: dict[Line, str] = {}
     """The label this set has in each line it belongs to."""
-    places: dict[Line, int] = field(default_factory=dict)
+    places: dict[Line, int] = {}
     """When it became the newest of each line, in logical time."""
 
     def __post_init__(self) -> None:
@@ -126,8 +123,7 @@ class KeptLease(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     set: int
 
 
-@dataclass
-class SessionRecord:
+class SessionRecord(msgspec.Struct):
     """A live process with a session."""
 
     id: int
@@ -136,20 +132,19 @@ class SessionRecord:
     """An earlier server opened it; claims of that time are over."""
     who: str = ""
     """The process, for messages."""
-    watches: set[str] = field(default_factory=set)
+    watches: set[str] = set()
     """Names whose events it wants; "" for all."""
-    leases: dict[str, int] = field(default_factory=dict)
-    claims: dict[str, int] = field(default_factory=dict)
-    restored: set[str] = field(default_factory=set)
+    leases: dict[str, int] = {}
+    claims: dict[str, int] = {}
+    restored: set[str] = set()
     """Leases an earlier server granted: the engine may not have seen it, and ask again."""
-    lost: dict[str, BrokerError] = field(default_factory=dict)
+    lost: dict[str, BrokerError] = {}
     """Claim → why it is over, for a writer that goes on."""
-    waiting: dict[str, int] = field(default_factory=dict)
+    waiting: dict[str, int] = {}
     """Lease id → the ticket of the request that waits for it."""
 
 
-@dataclass
-class Failure:
+class Failure(msgspec.Struct):
     """Why a set in progress ends, and whether a waiting request may take it over."""
 
     error: BrokerError

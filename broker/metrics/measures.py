@@ -9,8 +9,9 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from broker.metrics.causes import CAUSES, cause_of
 
@@ -20,13 +21,12 @@ that waits for a load as long as the load."""
 LOAD_SECONDS = (0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 
 
-@dataclass
-class Histogram:
+class Histogram(msgspec.Struct):
     """How often values were in each bucket; one more for what is above the last end."""
 
     ends: tuple[float, ...]
-    counts: list[int] = field(init=False)
     total: float = 0.0
+    counts: list[int] = []
 
     def __post_init__(self) -> None:
         self.counts = [0] * (len(self.ends) + 1)

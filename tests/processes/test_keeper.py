@@ -646,7 +646,7 @@ def test_server_that_never_comes_up(
 
 def test_crash_loop_backs_off(broker_dir: Path, keep: Callable[..., subprocess.Popen[str]]) -> None:
     """Each death makes the next pause twice as long, up to the limit; the log counts them."""
-    script = f"{READY}\nsys.exit(0 if sys.argv[1] == '6' else 9)"
+    script = f"{READY}\nsys.exit(0 if restarts == 6 else 9)"
     keeper = keep(script, longest_delay=0.15)
     _out, said = keeper.communicate(timeout=30 * SCALE)
     assert keeper.returncode == 0

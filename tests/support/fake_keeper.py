@@ -2,7 +2,7 @@
 
     python -m tests.support.fake_keeper DIRECTORY LONGEST_DELAY SCRIPT
 
-The script runs as `python -c SCRIPT RESTARTS LINK ROUTER SESSIONS`.
+The script runs as `python -c SCRIPT LINK`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from broker.rundir import BrokerPaths
 
 READY = """
 import socket, sys
-link = socket.socket(fileno=int(sys.argv[2]))
+link = socket.socket(fileno=int(sys.argv[1]))
+restarts = int(link.recv(65536).split()[2])
 link.send(b"ready - -\\nthe fake server is ready")
 """
 """The beginning of a script whose server comes up."""
@@ -37,7 +38,7 @@ def main(directory: str, longest_delay: str, script: str) -> int:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # as the first process of a container
     try:
         command = [sys.executable, "-c", script]
-        keeper = Keeper(BrokerPaths(Path(directory)), command, float(longest_delay))
+        keeper = Keeper(BrokerPaths(Path(directory)), b"{}", float(longest_delay), command)
     except BrokerError as error:
         print(error.sentence, file=sys.stderr)
         return error.exit_code

@@ -1,0 +1,131 @@
+"""The server that `serve` forks before anything else: it serves as any other, or is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.campaign import kernel
+from tests.campaign.asking import ask_status
+from tests.support.clock import SCALE, eventually
+from tests.support.processes import (
+    ROOT,
+    RunningBroker,
+    descriptors,
+    is_alive,
+    processes_of,
+    wait_until_gone,
+)
+
+FORK = """
+import os, signal, sys
+from broker.first_server import discard_server, fork_server, take_server
+code = fork_server()
+if code is not None:
+    sys.exit(code)
+server, link = take_server()
+"""
+"""The beginning of a script that has a server which waits."""
+
+
+def run(script: str) -> str:
+    """What a script that begins with a fork prints."""
+    command = [sys.executable, "-c", FORK + script]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=20 * SCALE, check=False
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_first_server_is_a_fork_and_the_next_is_not(broker: RunningBroker) -> None:
+    """What `ps` shows of the first is `serve`; its successor is a server by its own command."""
+    first = broker.server_pid()
+    assert kernel.command_line(first) == kernel.command_line(broker.pid)
+    os.kill(first, signal.SIGKILL)
+    wait_until_gone(first)
+    second = ask_status(broker.directory)["broker"]["pid"]
+    assert "broker.server_process" in kernel.command_line(second)
+
+
+def test_first_server_has_a_session_of_its_own_and_no_input(broker: RunningBroker) -> None:
+    """A Ctrl-C in the terminal is the keeper's to handle, and nobody's input is read."""
+    server = broker.server_pid()
+    assert os.getsid(server) == server
+    assert str(Path(f"/proc/{server}/fd/0").readlink()) == os.devnull
+
+
+def test_first_server_inherits_no_files(broker_dir: Path) -> None:
+    """What the shell had open stays with the keeper: the other end sees its end in time."""
+    reader, writer = os.pipe()
+    keeper = subprocess.Popen(
+        [sys.executable, "-m", "broker", "serve", "--device", "simulated", "--dir", broker_dir],
+        cwd=ROOT,
+        pass_fds=[writer],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert keeper.stdout is not None
+    with keeper.stdout:
+        server = int(keeper.stdout.readline().partition("server_pid=")[2])
+        pipe = str(Path(f"/proc/self/fd/{writer}").readlink())
+        assert pipe in descriptors(keeper.pid)
+        assert pipe not in descriptors(server)
+        keeper.terminate()
+        assert keeper.wait(10 * SCALE) == 0
+    os.close(reader)
+    os.close(writer)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["--no-such-option"], ["--device", "nonsense"], ["--print-config"]],
+    ids=["help", "misspelt", "refused", "only printed"],
+)
+def test_nothing_to_serve(words: list[str], broker_dir: Path) -> None:
+    """A `serve` that does not serve leaves no process behind: its output ends with it."""
+    environment = {**os.environ, "WEIGHT_BROKER_TEST_LOADER": f"{broker_dir}/no-order"}
+    command = [sys.executable, "-m", "broker", "serve", *words]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=20 * SCALE,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    assert processes_of(broker_dir) == []
+
+
+def test_keeper_dies_before_it_needs_the_server() -> None:
+    """The end of the link ends a server that waits."""
+    said = run("print(server.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)")
+    waiting = int(said)
+    eventually(lambda: not is_alive(waiting), 5, "the server's end")
+
+
+def test_waiting_for_its_end() -> None:
+    """`wait` has a deadline, tells by which signal it ended, and signals to the dead do nothing."""
+    said = run(
+        """
+import subprocess
+try:
+    server.wait(0.0)
+except subprocess.TimeoutExpired:
+    print("lives")
+server.kill()
+print(server.wait(), server.wait(1.0))
+server.send_signal(signal.SIGTERM)
+print(take_server())
+discard_server()
+"""
+    )
+    assert said == "lives\n-9 -9\nNone\n"
