@@ -289,7 +289,8 @@ def _only_pickles(names: list[str], path: str) -> Exception:
     return load_failed(
         "unsafe_pickle",
         f"checkpoint {quoted(path)} has its weights only in {_some(names)}: loading that would run "
-        "code from the file, so it is refused; convert it to safetensors",
+        "code from the file, so it is refused; if you trust it, convert it to safetensors: for "
+        "a class of transformers, from_pretrained and then save_pretrained into another folder",
         file=names[0],
     )
 

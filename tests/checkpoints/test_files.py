@@ -221,6 +221,9 @@ def test_only_pickles(name: str, tmp_path: Path) -> None:
     error = refusal(tmp_path)
     assert error.reason == "unsafe_pickle"
     assert name in error.sentence
+    assert (
+        "convert it to safetensors: for a class of transformers, from_pretrained" in error.sentence
+    )
 
 
 def test_a_pickle_by_its_path(tmp_path: Path) -> None:
