@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from broker import wire
+from broker.amounts import counted
 from broker.custody.actions import Action, CreateSlab
 from broker.errors import (
     BadRequest,
@@ -266,9 +267,11 @@ class Dispatcher:
             holders = sorted({session for _set, session, _lease in leases})
             peers = [self._broker.peers[s] for s in holders if s in self._broker.peers]
             pids = ", ".join(str(peer.identity.pid) for peer in peers)
+            held = counted(len(leases), "lease is held", "leases are held")
             raise Busy(
-                f"{len(leases)} leases are held by processes {pids}; stop the engines first, "
-                "or force it: their mappings stay valid, but nobody can attach any more",
+                f"{held} by {'process' if len(peers) == 1 else 'processes'} {pids}; stop the "
+                "engines first, or use shutdown --force: what is mapped stays valid, but nobody "
+                "can attach any more",
                 leases=len(leases),
             )
         self._broker.tickets.reply(ticket.number, wire.Done())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from broker.amounts import counted
 from broker.device_names import SIMULATED, means_gpus
 from broker.platform_probe import DriverAnswer, Probe, TorchBuild, Vendor
 from broker.platform_sharing import MAKERS, PLATFORMS, SharingSteps, Step, Where, describe
@@ -245,5 +246,4 @@ def _builds(build: TorchBuild) -> str:
 
 
 def _count_devices(answer: DriverAnswer) -> str:
-    plural = "" if answer.devices == 1 else "s"
-    return f"{answer.devices} {MAKERS[answer.vendor]} device{plural}"
+    return counted(answer.devices, f"{MAKERS[answer.vendor]} device")

@@ -10,6 +10,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from broker import wire
+from broker.amounts import counted
 from broker.credentials import Credentials, peer_credentials
 from broker.errors import BrokerError, Busy, NoSession
 from broker.limits import descriptor_limit
@@ -100,16 +101,16 @@ class Reception:
         engines = sum(not record.is_loader for record in broker.books.sessions.values())
         if engines >= limits.sessions:
             return Busy(
-                f"{engines} processes have a session with this broker already; end some of them "
-                f"first {limits.reached('sessions')}",
+                f"{counted(engines, 'process has', 'processes have')} a session with this broker "
+                f"already; end some of them first {limits.reached('sessions')}",
                 limit="sessions",
                 value=engines,
             )
         own = sum(other.identity.pid == peer.pid for other in broker.peers.values())
         if peer.pid and own >= limits.process_sessions:
             return Busy(
-                f"your process {peer.pid} has {own} sessions with this broker already; close some "
-                f"of them first {limits.reached('process_sessions')}",
+                f"your process {peer.pid} has {counted(own, 'session')} with this broker already; "
+                f"close some of them first {limits.reached('process_sessions')}",
                 limit="process_sessions",
                 value=own,
             )

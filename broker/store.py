@@ -10,6 +10,7 @@ import os
 import threading
 import time
 
+from broker.amounts import human
 from broker.devices.base import (
     Device,
     DeviceError,
@@ -19,7 +20,6 @@ from broker.devices.base import (
 )
 from broker.errors import BadRequest, BrokerError, InternalError, OverBudget
 from broker.limits import DEFAULTS, Limits
-from broker.sizes import human
 
 FREEZE_SECONDS = 2.0
 """How long `freeze` waits for a writer that has said it is done to let go of its mapping."""

@@ -77,7 +77,7 @@ class Misfits:
             _listed(
                 "tied in the module but stored with different bytes", map(" and ".join, self.ties)
             ),
-            _listed("buffers that are not stored and without values (on meta)", self.on_meta),
+            _listed("not stored and without values (buffers on meta)", self.on_meta),
         ]
 
     def _advice(self) -> str:

@@ -6,10 +6,10 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, TextIO
 
+from broker.amounts import human
 from broker.commands.parsing import Commands, Examples, add_device, add_plain
 from broker.device_names import AUTO
 from broker.errors import UnsupportedPlatformForIPCError
-from broker.sizes import human
 
 if TYPE_CHECKING:
     from broker.devices.base import Device

@@ -6,9 +6,9 @@ import argparse
 import json
 from typing import Any
 
+from broker.amounts import human
 from broker.commands.parsing import Commands, Examples, add_command, observe
 from broker.commands.text import table, warn_of_left_off
-from broker.sizes import human
 
 
 def add_to(commands: Commands) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from broker.amounts import counted
 from broker.logs import printable
 
 
@@ -23,7 +24,8 @@ def warn_of_left_off(report: dict[str, Any]) -> None:
     """Say on standard error that a status had no room for all sets."""
     left = report["broker"]["left_off"]["sets"]
     if left:
-        print(f"weight-broker: {left} more sets are resident, and not looked at", file=sys.stderr)
+        resident = counted(left, "more set is resident", "more sets are resident")
+        print(f"weight-broker: {resident}, and not looked at", file=sys.stderr)
 
 
 def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:

@@ -7,6 +7,7 @@ Every method takes one event and returns the actions it causes, in order. A meth
 from __future__ import annotations
 
 from broker import wire
+from broker.amounts import counted
 from broker.custody.actions import (
     Action,
 )
@@ -173,7 +174,7 @@ class Books(Restoring):
         watches = self.sessions[session].watches
         if request.name not in watches and len(watches) >= self.limits.watches:
             raise Busy(
-                f"this session watches {len(watches)} names already "
+                f"this session watches {counted(len(watches), 'name')} already "
                 f"{self.limits.reached('watches')}",
                 limit="watches",
                 value=len(watches),

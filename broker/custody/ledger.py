@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from broker import wire
+from broker.amounts import counted
 from broker.custody.actions import (
     Action,
     DropLease,
@@ -185,8 +186,9 @@ class Ledger:
             (len(in_progress), "all_claims", "or loaded"),
         ):
             if used >= getattr(self.limits, limit):
+                written = counted(used, "weight set is", "weight sets are")
                 raise Busy(
-                    f"{used} weight sets are being written {whose} already; let one of them end "
+                    f"{written} being written {whose} already; let one of them end "
                     f"first {self.limits.reached(limit)}",
                     limit=limit,
                     value=used,
@@ -204,9 +206,10 @@ class Ledger:
         if line not in self._lines and len(self._lines) >= self.limits.names:
             full = "names"
         if full:
+            known = counted(getattr(self.limits, full), "name is", "names are")
             raise Busy(
-                f"{line[0]!r} cannot become a name of weights: {getattr(self.limits, full)} names "
-                f"are on the books already; evict sets, or use fewer {self.limits.reached(full)}",
+                f"{line[0]!r} cannot become a name of weights: {known} on the books already; "
+                f"evict sets, or use fewer {self.limits.reached(full)}",
                 limit=full,
                 value=getattr(self.limits, full),
             )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from broker.amounts import counted, human
 from broker.custody.records import WeightSet
 from broker.errors import OverBudget
-from broker.sizes import human
 
 _LARGER = "start the broker with a larger --memory-limit"
 
@@ -29,7 +29,7 @@ def over_budget(
         f"{_subject(record)} needs {human(nbytes)} on device {device}: of a limit of "
         f"{human(limit)}, {human(free)} are free, {human(nbytes - free)} too few"
         + (f"; in use: {', '.join(said)}" if said else "")
-        + (f" and {more} more {'set' if more == 1 else 'sets'}" if more else "")
+        + (f" and {counted(more, 'more set')}" if more else "")
         + (f"; release, unpin or evict sets, or {_LARGER}" if can_help else f"; {_LARGER}"),
         requested=nbytes,
         free=free,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from broker.amounts import human
 from broker.commands.text import shown
 from broker.report.axis import FINEST, Axis
 from broker.report.story import MemoryPoint
-from broker.sizes import human
 
 WIDTH = 1000
 HEIGHT = 100

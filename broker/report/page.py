@@ -14,13 +14,13 @@ from importlib.resources import files
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from broker.amounts import human
 from broker.commands.text import shown
 from broker.journal.reading import Entry
 from broker.report.axis import Axis
 from broker.report.memory import HEIGHT, WIDTH, memory_chart
 from broker.report.rows import cut, engine_row, lasting, rows_of, server_row, set_row
 from broker.report.story import End, Story
-from broker.sizes import human
 
 _STYLE = files("broker.report") / "page.css"
 

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from broker.amounts import counted, human
 from broker.commands.text import shown
 from broker.report.axis import Axis
 from broker.report.story import End, EngineStory, ServerLife, SetStory, Span
-from broker.report.telling import counted
-from broker.sizes import human
 
 MOST_ROWS = 150
 """Of a kind: the latest. All of them are in the page's numbers."""

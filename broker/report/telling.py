@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from broker.amounts import counted
 from broker.journal.reading import Entry
 from broker.report.story import (
     End,
@@ -39,11 +40,6 @@ def tell(
     if last is not None:
         story.shorten(story.end - last)
     return story
-
-
-def counted(number: int, what: str) -> str:
-    """So many of something."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 class _Teller:

@@ -277,7 +277,8 @@ def test_shutdown(broker: RunningBroker, checkpoint: Path, capsys: Capture) -> N
     with broker.client() as client:
         weights = client.acquire(Checkpoint(checkpoint))
         result = run(capsys, "shutdown", "--dir", directory)
-        check_refused(result, Busy.exit_code, "1 leases", str(os.getpid()))
+        holder = f"1 lease is held by process {os.getpid()}; "
+        check_refused(result, Busy.exit_code, holder, "use shutdown --force")
         assert client.ping().pid == broker.server_pid()
         assert run(capsys, "shutdown", "--dir", directory, "--force") == (0, "stopped\n", "")
         assert len(bytes(weights.slab_memory())) == weights.nbytes

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from broker.amounts import human
 from broker.errors import OverBudget
-from broker.sizes import human
 from engine_client import Checkpoint
 from tests.processes.conftest import brokers, private_directory
 from tests.support.clock import eventually

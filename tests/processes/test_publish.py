@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from broker.amounts import human
 from broker.errors import (
     BadRequest,
     Busy,
@@ -23,7 +24,6 @@ from broker.errors import (
     StaleEpoch,
     UsageError,
 )
-from broker.sizes import human
 from engine_client import EngineClient, publishing
 from tests.processes.conftest import brokers, private_directory
 from tests.support.clock import SCALE, eventually

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from broker.amounts import counted, human
 from broker.commands.status.tables import holders, names_of, person, since, who_is_who
 from broker.commands.text import duration, shown
-from broker.sizes import human
 
 QUIET_SECONDS = 30.0
 """A writer that was not heard of for so long may be stuck."""
@@ -36,7 +36,7 @@ def _stuck(report: dict[str, Any]) -> list[str]:
         f"set {entry['id']} ({shown(entry['path'] or entry['key']['name'])}) has not moved for "
         f"{duration(entry['progress']['quiet_seconds'])}: "
         f"{people.get(entry['writer'], 'nobody')} writes it, "
-        f"{_counted(entry['waiting'], 'waits', 'wait')} for it"
+        f"{counted(entry['waiting'], 'waits', 'wait')} for it"
         for entry in report["sets"]
         if entry["progress"] and entry["progress"]["quiet_seconds"] >= QUIET_SECONDS
     ]
@@ -49,9 +49,9 @@ def _waiting(report: dict[str, Any]) -> list[str]:
     longest = max(waits, key=lambda entry: entry["waiting_seconds"] or 0.0)
     number = sum(entry["waiting"] for entry in waits)
     queued = report["broker"]["loads_queued"]
-    loads = _counted(queued, "load waits", "loads wait")
+    loads = counted(queued, "load waits", "loads wait")
     more = f"; {loads} for a loader" if queued else ""
-    asking = _counted(number, "request waits", "requests wait")
+    asking = counted(number, "request waits", "requests wait")
     longest_wait = duration(longest["waiting_seconds"])
     return [f"{asking} for weights, the oldest for {longest_wait}: {person(longest)}{more}"]
 
@@ -83,13 +83,14 @@ def _restarts(report: dict[str, Any]) -> list[str]:
     broker = report["broker"]
     if not broker["restarts"]:
         return []
-    often = _counted(broker["restarts"], "time", "times")
+    often = counted(broker["restarts"], "time", "times")
     ago = since(broker["server_started"], broker["now"])
     return [f"the server was replaced {often}, last {ago} ago; counters count from then"]
 
 
 def _left_off(report: dict[str, Any]) -> list[str]:
-    left = [f"{number} {what}" for what, number in report["broker"]["left_off"].items() if number]
+    left_off = report["broker"]["left_off"].items()
+    left = [counted(number, what.removesuffix("s")) for what, number in left_off if number]
     return [f"not shown, a reply has no room for them: {', '.join(left)}"] if left else []
 
 
@@ -104,7 +105,3 @@ def _trouble(entry: dict[str, Any], now: float) -> str:
     clock = time.strftime("%H:%M:%S", time.localtime(entry["time"]))
     cause = f": {shown(str(entry['cause']))}" if "cause" in entry else ""
     return f"{clock} ({since(entry['time'], now)} ago) {entry['event']} {facts}{cause}"
-
-
-def _counted(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from broker.amounts import counted, human
 from broker.commands.text import duration, shown
-from broker.sizes import human
 
 BAR_CELLS = 16
 
@@ -181,7 +181,7 @@ def holders(entry: dict[str, Any], people: dict[int, str]) -> str:
     sessions = dict.fromkeys(lease["session"] for lease in entry["leases"])
     named = [people.get(session, f"session {session}") for session in sessions]
     more = entry["leases_left_off"]
-    return ", ".join([*named, *([f"{more} more leases"] if more else [])]) or "-"
+    return ", ".join([*named, *([counted(more, "more lease")] if more else [])]) or "-"
 
 
 def names_of(entry: dict[str, Any]) -> str:

@@ -12,11 +12,11 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from broker.amounts import human
 from broker.commands.status.fitting import GAP, fit
 from broker.commands.status.notes import notes, troubles
 from broker.commands.status.tables import Table, progress_table, session_table, set_table, since
 from broker.commands.text import shown
-from broker.sizes import human
 
 PIPED_WIDTH = 10_000
 """Nothing is cut for a program that reads, and no line is broken."""

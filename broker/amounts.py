@@ -1,4 +1,4 @@
-"""Numbers of bytes as people read them."""
+"""Amounts in sentences: bytes as people read them, one or many of something."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ def human(nbytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def counted(number: int, one: str, many: str = "") -> str:
+    """So many of something: "1 lease", "2 leases". `many`: where it is more than an s."""
+    return f"{number} {one if number == 1 else many or one + 's'}"

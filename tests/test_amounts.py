@@ -1,10 +1,10 @@
-"""Bytes as people read them."""
+"""Amounts in sentences."""
 
 from __future__ import annotations
 
 import pytest
 
-from broker.sizes import human
+from broker.amounts import counted, human
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,12 @@ from broker.sizes import human
 def test_human(nbytes: int, said: str) -> None:
     """Powers of 1024, one digit after the point; bytes have none."""
     assert human(nbytes) == said
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(0, "0 loads wait"), (1, "1 load waits"), (2, "2 loads wait")]
+)
+def test_counted(number: int, said: str) -> None:
+    """One is singular, whatever else plural."""
+    assert counted(number, "load waits", "loads wait") == said
+    assert counted(number, "set") == f"{number} set{'' if number == 1 else 's'}"
