@@ -93,7 +93,7 @@ def _failed(broker: Server, preload: Preload, cause: str) -> None:
     broker.books.counters["preloads_failed"] += 1
     log_event(
         "preload-failed",
-        level=logging.ERROR,
+        level=logging.WARNING,
         path=preload.path,
         device=preload.device,
         cause=cause,
