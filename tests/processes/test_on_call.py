@@ -161,7 +161,7 @@ def test_is_a_load_stuck(
     )
     assert "has not moved" not in status(node, capsys)
     monkeypatch.setattr(notes, "QUIET_SECONDS", 0.0)
-    assert re.search(said + ", 1 wait for it$", status(node, capsys), re.M)
+    assert re.search(said + ", 1 waits for it$", status(node, capsys), re.M)
     node.let_loader_go()
     assert "ok" in engine.answer()
 
