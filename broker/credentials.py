@@ -11,7 +11,7 @@ import grp
 import os
 import socket
 import struct
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from broker.errors import BadRequest
 
@@ -26,8 +26,7 @@ _MAX_GROUPS = 256
 """Python's `getsockopt` returns 1024 bytes at most."""
 
 
-@dataclass(frozen=True)
-class Credentials:
+class Credentials(NamedTuple):
     """A process as it was when it connected or began to listen.
 
     Attributes:
@@ -60,8 +59,7 @@ def _peer_groups(connection: socket.socket) -> frozenset[int]:
     return frozenset(groups)
 
 
-@dataclass(frozen=True)
-class Access:
+class Access(NamedTuple):
     """Whom a broker and its engines take for their own: the user, root, and perhaps a group.
 
     Attributes:

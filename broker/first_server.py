@@ -10,6 +10,7 @@ processes of their own (keeper.py), so that `upgrade` runs new code.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import select
 import signal
@@ -18,6 +19,9 @@ import subprocess
 from contextlib import suppress
 
 from broker.link import link_pair
+
+_SHARED = ("broker.config", "broker.journal.recording", "broker.stop_signals")
+"""What keeper and server both need: imported before the fork, much of it is there only once."""
 
 
 class ForkedServer:
@@ -66,6 +70,8 @@ def fork_server() -> int | None:
         None at once in the caller; in the child its exit code, when it has ended.
     """
     global _waiting
+    for module in _SHARED:
+        importlib.import_module(module)
     ours, theirs = link_pair()
     gc.freeze()  # no collection touches what is there by now: its pages stay shared
     pid = os.fork()
