@@ -11,8 +11,9 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+
+from broker.closing import Closeable
 
 ROOT = Path(__file__).resolve().parents[1]
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -28,7 +29,7 @@ def folder() -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-class Broker:
+class Broker(Closeable):
     """`weight-broker serve` on the simulated device, as a user starts it."""
 
     def __init__(self, directory: Path, *options: str) -> None:
@@ -60,30 +61,20 @@ class Broker:
     def cpu_seconds(self) -> float:
         return cpu_seconds(self.keeper) + cpu_seconds(self.server)
 
-    def stop(self) -> None:
+    def close(self) -> None:
+        """Stop it and wait until it is gone."""
         self._process.terminate()
         self._process.wait(30)
         assert self._process.stdout is not None  # noqa: S101 - as above
         self._process.stdout.close()
         self._log.close()
 
-    def __enter__(self) -> Broker:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
-
 
 def _serve_options(directory: Path) -> tuple[str, ...]:
     return ("--device", "simulated", "--dir", str(directory))
 
 
-class Worker:
+class Worker(Closeable):
     """A process of a benchmark's other half: `python -m MODULE worker ARGUMENTS`.
 
     It answers each command, one line of JSON, with another.
@@ -125,17 +116,6 @@ class Worker:
             assert stream is not None  # noqa: S101 - both were asked for
             stream.close()
         self._process.wait(60)
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def work(commands: Mapping[str, Callable[..., Any]]) -> None:

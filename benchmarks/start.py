@@ -70,7 +70,7 @@ def serve() -> dict[str, float]:
             resident = {name: float(memory_of(pid)["VmRSS"]) for name, pid in pids.items()}
             return {"seconds": seconds, "both": float(resident_once(*pids.values())), **resident}
         finally:
-            broker.stop()
+            broker.close()
 
 
 def resident_once(*pids: int) -> int:

@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import msgspec
@@ -18,6 +17,7 @@ from broker import wire
 from broker.checkpoints.describe import describe_source
 from broker.checkpoints.files import open_checkpoint
 from broker.checkpoints.model_config import read_config
+from broker.closing import Closeable
 from broker.device_names import AUTO
 from broker.errors import BadRequest, BrokerError, RequestTimeout
 from broker.quantization import check_ipc_quant_support, quantization_config_in
@@ -43,7 +43,7 @@ CANCEL_SECONDS = 2.0
 """How long a call whose time ran out waits for the broker to confirm that nothing is left."""
 
 
-class EngineClient(Operator, Publisher):
+class EngineClient(Operator, Publisher, Closeable):
     """One engine's connection to the broker of its node.
 
     Usable from several threads. A forked child must make its own. Closing (or leaving the `with`
@@ -339,17 +339,6 @@ class EngineClient(Operator, Publisher):
             if not weights.is_released and not weights.live_tensors():
                 weights.release()
         self._session.close()
-
-    def __enter__(self) -> EngineClient:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _demand_of(key: WeightKey, demand: wire.Demand) -> wire.Demand:

@@ -6,13 +6,13 @@ import contextlib
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from broker import wire
 from broker.checkpoints.describe import describe_source
 from broker.checkpoints.files import open_checkpoint
 from broker.checkpoints.model_config import read_config
+from broker.closing import Closeable
 from broker.errors import BadRequest, BrokerLost, RequestTimeout
 from broker.quantization import check_ipc_quant_support, quantization_config_in
 from broker.rundir import default_name
@@ -92,7 +92,7 @@ class Operator:
             self._session.call("shutdown", message, wire.Done, deadline=Deadline(timeout))
 
 
-class Observer(Operator):
+class Observer(Operator, Closeable):
     """A session without a device. Also a context manager.
 
     Args:
@@ -169,14 +169,3 @@ class Observer(Operator):
     def close(self) -> None:
         """End the session. Idempotent."""
         self._session.close()
-
-    def __enter__(self) -> Observer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -7,10 +7,10 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TypeAlias
 
 from broker import wire
+from broker.closing import Closeable
 from broker.errors import BrokerError, RequestTimeout, UsageError
 from engine_client.deadline import Deadline
 from engine_client.session import Session
@@ -120,7 +120,7 @@ class Watches:
             watch.put(BrokerStopping("the broker is gone"))
 
 
-class Watch:
+class Watch(Closeable):
     """The events of a name from now on, as an iterator that waits. Also a context manager.
 
     Events are hints: an engine that does not read for long misses some (the oldest beyond
@@ -176,17 +176,6 @@ class Watch:
     def __iter__(self) -> Iterator[WatchEvent]:
         while (event := self._next()) is not None:
             yield event
-
-    def __enter__(self) -> Watch:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _typed(event: wire.Event) -> WatchEvent | None:

@@ -22,7 +22,6 @@ import os
 import re
 import stat
 from dataclasses import dataclass, field
-from types import TracebackType
 
 import msgspec
 
@@ -33,6 +32,7 @@ from broker.checkpoints.index import (
     check_plain_name,
     read_index,
 )
+from broker.closing import Closeable
 from broker.errors import NotFound
 
 SINGLE_FILE = "model.safetensors"
@@ -69,7 +69,7 @@ class WeightFiles(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class OpenCheckpoint:
+class OpenCheckpoint(Closeable):
     """A checkpoint found by path. Owns the folder's descriptor until `close`.
 
     Attributes:
@@ -89,17 +89,6 @@ class OpenCheckpoint:
         folder, self.folder = self.folder, -1
         if folder >= 0:
             os.close(folder)
-
-    def __enter__(self) -> OpenCheckpoint:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:

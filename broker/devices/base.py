@@ -15,7 +15,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+
+from broker.closing import Closeable
 
 PIECE_BYTES = 1 << 20
 """Capacity of one staging buffer: small enough that the digest reads it from the cache."""
@@ -112,7 +113,7 @@ class StagingBuffer(ABC):
     """Writable, format "B"."""
 
 
-class SlabWriter(ABC):
+class SlabWriter(Closeable):
     """Fills a slab through a small ring of staging buffers. Usable from several threads at once.
 
     Never holds more host memory than its ring, whatever the slab's size.
@@ -136,17 +137,6 @@ class SlabWriter(ABC):
     @abstractmethod
     def close(self) -> None:
         """Wait until every byte has arrived and unmap the slab. Idempotent."""
-
-    def __enter__(self) -> SlabWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class Device(ABC):

@@ -9,12 +9,12 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 import zmq
 
 from broker import wire
+from broker.closing import Closeable
 from broker.memfd import sealed_memfd
 from broker.weights import Manifest, TensorGroup, WeightKey, encode_manifest
 
@@ -40,7 +40,7 @@ def manifest(described: Manifest = HONEST) -> int:
     return sealed_memfd("weight-broker-manifest", encode_manifest(described))
 
 
-class LyingBroker:
+class LyingBroker(Closeable):
     """A broker that tells the truth until its attributes are changed.
 
     Attributes:
@@ -72,17 +72,6 @@ class LyingBroker:
     def close(self) -> None:
         os.close(self._told)
         self._thread.join()
-
-    def __enter__(self) -> LyingBroker:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _run(self) -> None:
         poller = zmq.Poller()

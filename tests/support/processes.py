@@ -12,10 +12,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from broker import wire
+from broker.closing import Closeable
 from engine_client import EngineClient
 from engine_client.observer import Observer
 from tests.support.clock import SCALE, eventually
@@ -238,7 +238,7 @@ class Counts:
         return self._broker.counter(counter) - int(self._before.get(counter, 0))
 
 
-class Engine:
+class Engine(Closeable):
     """An engine in a process of its own that does what it is told (tests/support/engine.py)."""
 
     def __init__(
@@ -300,17 +300,6 @@ class Engine:
                 self.kill()
         else:
             self._input.close()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def process_state(pid: int) -> str:

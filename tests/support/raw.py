@@ -7,35 +7,19 @@ import os
 import socket
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import zmq
 
 from broker import wire
+from broker.closing import Closeable
 from broker.packets import receive_packet
 from tests.support.clock import SCALE
 
 ANSWER_SECONDS = 5.0
 
 
-class _Closing:
-    def close(self) -> None:
-        raise NotImplementedError
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-class RawDealer(_Closing):
+class RawDealer(Closeable):
     """A plain pyzmq DEALER on a broker's conversation."""
 
     def __init__(self, directory: Path, name: str = "default") -> None:
@@ -68,7 +52,7 @@ class RawDealer(_Closing):
         self._context.term()
 
 
-class RawSession(_Closing):
+class RawSession(Closeable):
     """A session socket by hand."""
 
     def __init__(self, directory: Path, name: str = "default") -> None:
