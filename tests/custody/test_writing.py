@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from broker import wire
@@ -75,7 +77,7 @@ def test_over_budget_offers_nothing_that_cannot_help(*, busy: bool) -> None:
 
 
 @pytest.mark.parametrize("key", [{"name": "prod"}, {"checkpoint": "blake3:a"}], ids=str)
-def test_over_budget_for_a_publication(key: dict[str, str]) -> None:
+def test_over_budget_for_a_publication(key: dict[str, Any]) -> None:
     """What an engine publishes is called by its name, or else by its content."""
     desk = Desk()
     session = desk.engine()
