@@ -23,7 +23,7 @@ from benchmarks.attach_methods import Times
 from benchmarks.checkpoints import equal_tensors, write_checkpoint
 from benchmarks.common import GIB, MIB, Result, Table, at_most, main, spread, take_turns
 from benchmarks.fanout import Node, attach_rounds
-from benchmarks.load import load
+from benchmarks.load_methods import load
 from benchmarks.processes import Broker, Worker, folder, memory_of, work
 from broker.devices.simulated import SimulatedDevice
 from broker.weights import WeightKey

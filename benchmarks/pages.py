@@ -94,7 +94,7 @@ def _attach(axes: Any, figures: Mapping[str, Any]) -> None:
 
 
 def _load(axes: Any, figures: Mapping[str, Any]) -> None:
-    _bars(axes, figures["fresh"], "GB/s", "1 GiB into fresh memory, page cache warm")
+    _bars(axes, figures["fresh"], "GB/s", "1 GB into fresh memory, page cache warm")
 
 
 def _fanout(axes: Any, figures: Mapping[str, Any]) -> None:
