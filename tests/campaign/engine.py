@@ -100,7 +100,8 @@ class CampaignEngine:
         number = {"stop": signal.SIGSTOP, "die": signal.SIGKILL}.get(pause)
         plain_publishing.before_writing.clear()
         if number is not None:
-            plain_publishing.before_writing.append(lambda: os.kill(os.getpid(), number))
+            # Of this thread: one of the process may stop it only after the writing.
+            plain_publishing.before_writing.append(lambda: signal.raise_signal(number))
 
     def _hold(self, slot: int, weights: WeightSet) -> dict[str, Any]:
         with self._lock:

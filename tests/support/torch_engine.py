@@ -155,7 +155,7 @@ class TorchEngine(ToldEngine):
             if error is not None:
                 raise ValueError(error)
             if signal_number is not None and at == "build":
-                os.kill(os.getpid(), signal_number)
+                signal.raise_signal(signal_number)
             return dict(model_of(number).state_dict())
 
         with _signal_while_copying(signal_number if at == "copy" else None):
@@ -205,7 +205,7 @@ def _signal_while_copying(number: int | None) -> Iterator[None]:
     def copy(publication: Any, slab: Tensor, report: Any = None) -> None:
         for source, offset in publication.parts[: len(publication.parts) // 2]:
             slab[offset : offset + source.numel()].copy_(source)
-        os.kill(os.getpid(), number or 0)
+        signal.raise_signal(number or 0)
         original(publication, slab, report)
 
     if number is not None:
