@@ -27,6 +27,7 @@ from broker.first_server import ForkedServer, take_server
 from broker.link import (
     EXIT_RESTART,
     Item,
+    items_of,
     link_pair,
     pack_record,
     packet_of,
@@ -240,7 +241,8 @@ class Keeper:
             elif item.verb == "alive":
                 self._heard()
             else:
-                self._take(item)
+                for one in items_of(item):
+                    self._take(one)
 
     def _heard(self) -> None:
         """The server's loop turns, and so does ours. A server of which that is not heard in time is

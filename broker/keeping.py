@@ -14,7 +14,9 @@ from broker import wire
 from broker.custody.records import KeptLease, KeptSet
 from broker.devices.base import Canary
 from broker.link import (
+    INLINE_BYTES,
     Item,
+    batch_of,
     pack_record,
     packet_of,
     receive_item,
@@ -54,7 +56,8 @@ class Inheritance(msgspec.Struct):
 
 class KeeperLink:
     """Everything sent is recorded when the call returns, or `is_behind`, and what must come after
-    it has to be handed in by `later`. Belongs to the loop's thread; no call waits for the keeper.
+    it has to be handed in by `later`. Leases are many and small: their records are gathered
+    (`is_gathering`) until `flush`. Belongs to the loop's thread; no call waits for the keeper.
     """
 
     def __init__(self, link: socket.socket) -> None:
@@ -62,6 +65,8 @@ class KeeperLink:
         self._is_gone = False
         self._on_behind: Callable[[], None] = lambda: None
         self._behind: deque[_Packet | Callable[[], None]] = deque()
+        self._gathered: list[bytes] = []
+        self._gathered_bytes = 0
 
     def fileno(self) -> int:
         """Readable at end-of-file: the keeper has gone. Writable again: `catch_up`."""
@@ -76,8 +81,21 @@ class KeeperLink:
         """The keeper does not read (it is stopped, or closes much memory): records wait here."""
         return bool(self._behind)
 
+    @property
+    def is_gathering(self) -> bool:
+        """Records wait for `flush`; nobody may be told of what they say."""
+        return bool(self._gathered)
+
+    def flush(self) -> None:
+        """Record what was gathered, in one packet; the keeper may be behind then."""
+        if self._gathered:
+            packet = batch_of(self._gathered)
+            self._gathered, self._gathered_bytes = [], 0
+            self._send_packet(packet, ())
+
     def later(self, call: Callable[[], None]) -> None:
-        """Do this when everything sent so far is recorded."""
+        """Do this when everything said so far is recorded."""
+        self.flush()
         self._behind.append(call)
 
     def catch_up(self) -> None:
@@ -88,6 +106,7 @@ class KeeperLink:
                 # What it records comes before everything that waits already.
                 rest, self._behind = self._behind, deque()
                 first()
+                self.flush()
                 self._behind.extend(rest)
 
     def _advance(self, first: _Packet | Callable[[], None]) -> bool:
@@ -131,10 +150,10 @@ class KeeperLink:
         self._send("drop", "set", str(set_id))
 
     def keep_lease(self, kept: KeptLease) -> None:
-        self._send("keep", "lease", f"{kept.session}/{kept.lease}", wire.encode(kept))
+        self._gather(packet_of("keep", "lease", f"{kept.session}/{kept.lease}", wire.encode(kept)))
 
     def drop_lease(self, session: int, lease: str) -> None:
-        self._send("drop", "lease", f"{session}/{lease}")
+        self._gather(packet_of("drop", "lease", f"{session}/{lease}"))
 
     def keep_fact(self, key: str, record: bytes) -> None:
         self._send("keep", "fact", key, record)
@@ -150,6 +169,7 @@ class KeeperLink:
 
     def close(self) -> None:
         """Record nothing any more; waits a moment for a keeper that is behind. Idempotent."""
+        self.flush()
         limit = time.monotonic() + CLOSE_SECONDS
         self._behind = deque(entry for entry in self._behind if isinstance(entry, _Packet))
         while self._behind and not self._is_gone and time.monotonic() < limit:
@@ -159,6 +179,12 @@ class KeeperLink:
         self.catch_up()
         self._link.close()
 
+    def _gather(self, packet: bytes) -> None:
+        if self._gathered_bytes + len(packet) > INLINE_BYTES:
+            self.flush()
+        self._gathered.append(packet)
+        self._gathered_bytes += len(packet)
+
     def _send(
         self,
         verb: str,
@@ -167,18 +193,21 @@ class KeeperLink:
         record: bytes = b"",
         descriptors: Sequence[int] = (),
     ) -> None:
-        if self._is_gone:
-            return
+        self.flush()  # nothing is overtaken
         packed, all_descriptors, spill = pack_record(record, descriptors)
-        packet = packet_of(verb, kind, key, packed)
         try:
-            if self._behind or not self._try_send(packet, all_descriptors):
-                self._behind.append(_Packet(packet, [os.dup(fd) for fd in all_descriptors]))
-                if len(self._behind) == 1:
-                    self._on_behind()
+            self._send_packet(packet_of(verb, kind, key, packed), all_descriptors)
         finally:
             if spill is not None:
                 os.close(spill)
+
+    def _send_packet(self, packet: bytes, descriptors: Sequence[int]) -> None:
+        if self._is_gone:
+            return
+        if self._behind or not self._try_send(packet, descriptors):
+            self._behind.append(_Packet(packet, [os.dup(fd) for fd in descriptors]))
+            if len(self._behind) == 1:
+                self._on_behind()
 
     def _try_send(self, packet: bytes, descriptors: Sequence[int]) -> bool:
         try:

@@ -7,6 +7,7 @@ A packet is `verb kind key` and a newline, then the item's record, which only th
                       drop    forget an item and close its descriptors
                       ready   the server answers requests from now on
                       alive   its loop turns
+                      batch   several of these packets that carry no descriptors
     keeper → server   begin   serve: the restarts so far, the options, the two listening sockets
                       item    something an earlier server had kept
                       end     that was all
@@ -36,6 +37,8 @@ METRICS = "metrics"
 INLINE_BYTES = 32 * 1024
 """A larger record travels and is kept as a memfd: a packet has to fit into the queue."""
 _SPILLED = b"+"
+_SIZE = 4
+"""Bytes of a packet's length in a batch."""
 
 
 @dataclass
@@ -97,11 +100,33 @@ def receive_item(link: socket.socket) -> Item | None:
         for descriptor in descriptors:
             os.close(descriptor)
         raise OSError("a packet of the link arrived cut: too many descriptors are open")
-    if not packet:
-        return None
+    return _item_of(packet, descriptors) if packet else None
+
+
+def _item_of(packet: bytes, descriptors: list[int]) -> Item:
     head, _, record = packet.partition(b"\n")
     verb, kind_, key = head.decode().split(" ", 2)
     return Item(verb, kind_, key, record, descriptors)
+
+
+def batch_of(packets: Sequence[bytes]) -> bytes:
+    """One packet that says what these say, in order; none of them has descriptors."""
+    if len(packets) == 1:
+        return packets[0]
+    sized = [len(packet).to_bytes(_SIZE, "little") + packet for packet in packets]
+    return packet_of("batch", record=b"".join(sized))
+
+
+def items_of(item: Item) -> list[Item]:
+    """A batch's items, or the item itself."""
+    if item.verb != "batch":
+        return [item]
+    items, at = [], 0
+    while at < len(item.record):
+        start = at + _SIZE
+        at = start + int.from_bytes(item.record[at:start], "little")
+        items.append(_item_of(item.record[start:at], []))
+    return items
 
 
 def pack_record(record: bytes, descriptors: Sequence[int]) -> tuple[bytes, list[int], int | None]:

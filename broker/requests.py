@@ -93,8 +93,11 @@ class Tickets:
             self._by_key[key] = ticket
         if session is not None:
             self._asked[session] += 1
-            for use in (self._use.setdefault(session, _Use()), self._total):
-                use.add(ticket, 1)
+            own = self._use.get(session)
+            if own is None:
+                own = self._use[session] = _Use()
+            own.add(ticket, 1)
+            self._total.add(ticket, 1)
         return ticket
 
     def check_limits(self, ticket: Ticket) -> None:
@@ -211,9 +214,10 @@ class Tickets:
         if ticket.source is not None:
             os.close(ticket.source)
         if ticket.session is not None:
+            own = self._use[ticket.session]
+            own.add(ticket, -1)
             self._total.add(ticket, -1)
-            self._use[ticket.session].add(ticket, -1)
-            if not self._use[ticket.session].requests:
+            if not own.requests:
                 del self._use[ticket.session]
         return ticket
 

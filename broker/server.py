@@ -69,6 +69,8 @@ if TYPE_CHECKING:
 
 RECEIVE_BATCH = 64
 """Requests handled in one turn before sessions and timers get their turn."""
+TELLING = (Reply, Tell, Notify)
+"""Actions that somebody learns of."""
 BEATS = 4
 """In the time after which a watchdog ends the broker. The keeper waits for two."""
 KEEPER_END_MS = 200
@@ -126,6 +128,7 @@ class Server:
         self.exit_code = 0
         self._keeper_pidfd = os.pidfd_open(os.getppid())
         self._retrying = False
+        self._due: list[Action] = []
         self._sessions = sessions
         self.conversation = Conversation(
             self.loop, router, paths.zmq, self.access, config.limits, self._conversation_lost
@@ -283,6 +286,7 @@ class Server:
         self.loop.stop()
 
     def _close(self) -> None:
+        self._tell_due()
         self.is_stopping = True
         self.helpers.close()
         self.loop.run_pending()
@@ -304,12 +308,27 @@ class Server:
     # --- requests -------------------------------------------------------------------------
 
     def _drain(self) -> bool:
+        """Requests that have come, then the answers of this turn."""
+        more = self._handle_requests()
+        self._tell_due()
+        return more
+
+    def _handle_requests(self) -> bool:
         for _ in range(RECEIVE_BATCH):
             received = self.conversation.receive()
             if received is None:
                 return self.conversation.is_skipping
             self.dispatcher.handle(*received)
         return True
+
+    def _tell_due(self) -> None:
+        """Record what this turn has decided, in one packet, then tell whom it concerns."""
+        self.keeper.flush()
+        due, self._due = self._due, []
+        for action in due:
+            self._perform_recorded(action)
+        if due:
+            self.retry_later()
 
     def retry_later(self) -> None:
         """Kept replies are tried again until they are gone."""
@@ -435,31 +454,38 @@ class Server:
     # --- carrying out ---------------------------------------------------------------------
 
     def perform(self, actions: list[Action]) -> None:
-        """Carry out what the books decided, in order, nothing before the keeper has the records it
-        follows from. Nothing any more once the end has begun."""
+        """Carry out what the books decided, in order; nobody is told before the keeper has the
+        records it follows from, mostly at the end of the turn. Nothing any more once the end has
+        begun."""
         if self.is_stopping:
             return
         for action in actions:
-            if self.keeper.is_behind:
-                self.keeper.later(partial(self._perform, action))
+            if isinstance(action, TELLING) and (self._due or self.keeper.is_gathering):
+                self._due.append(action)
             else:
-                self._perform(action)
+                self._perform_recorded(action)
         if actions:
             self._memory_notes.look_soon()
         self.retry_later()
+
+    def _perform_recorded(self, action: Action) -> None:
+        if self.keeper.is_behind:
+            self.keeper.later(partial(self._perform, action))
+        else:
+            self._perform(action)
 
     def _perform(self, action: Action) -> None:
         match action:
             case Reply(ticket, body):
                 self.tickets.reply(ticket, body)
+            case Log(event, detail, trouble):
+                self._log(event, detail, logging.WARNING if trouble else logging.INFO)
+            case KeepLease(kept_lease):
+                self.keeper.keep_lease(kept_lease)
+            case DropLease(session, lease):
+                self.keeper.drop_lease(session, lease)
             case Tell(ticket, body):
                 self.tickets.tell(ticket, body)
-            case Log(event, detail, trouble):
-                level = logging.WARNING if trouble else logging.INFO
-                whose = self._whose(detail.get("session"))
-                log_event(event, level=level, **{**detail, **whose})
-                self.times.note(event, detail)
-                self.measures.note(event, detail)
             case Notify(session, event):
                 self.dispatcher.notify(session, event)
             case StartLoader() | StartShipped():
@@ -487,21 +513,19 @@ class Server:
             case KeepSet(kept):
                 kept = msgspec.structs.replace(kept, sealed=self.times.sealed(kept.id))
                 self.keeper.keep_set(kept, self.store.for_reader(kept.id))
-            case KeepLease(kept_lease):
-                self.keeper.keep_lease(kept_lease)
-            case DropLease(session, lease):
-                self.keeper.drop_lease(session, lease)
 
-    def _whose(self, session: object) -> dict[str, object]:
-        """The process behind a session, for a line of the log that names the session."""
+    def _log(self, event: str, detail: dict[str, Any], level: int) -> None:
+        """What the books log: for people, for `status` and for metrics."""
+        self.times.note(event, detail)
+        self.measures.note(event, detail)
+        session = detail.get("session")
         peer = self.peers.get(session) if isinstance(session, int) else None
         if peer is None:
-            return {}
-        return {
-            "pid": peer.identity.pid,
-            "command": peer.identity.command,
-            "label": peer.label or None,
-        }
+            log_event(event, level=level, **detail)
+            return
+        identity = peer.identity
+        whose = {"pid": identity.pid, "command": identity.command, "label": peer.label or None}
+        log_event(event, level=level, **{**detail, **whose})
 
     def _on_device(
         self, set_id: int, call: Callable[[], None], then: Callable[[int], list[Action]]

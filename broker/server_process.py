@@ -1,4 +1,4 @@
-"""`python -m broker.server_process LINK`, by the keeper only: its first packet says what to serve."""
+"""`python -m broker.server_process LINK`, by the keeper only, which tells it what to serve."""
 
 from __future__ import annotations
 

@@ -280,38 +280,46 @@ class SessionPeer:
         return True
 
     def _handle(self, packet: bytes, descriptors: list[int], *, truncated: bool) -> None:
-        with contextlib.ExitStack() as unused:
-            for descriptor in descriptors:
-                unused.callback(os.close, descriptor)
-            if truncated and (
-                len(packet) >= wire.MAX_SESSION_PACKET_BYTES or len(descriptors) >= MAX_DESCRIPTORS
-            ):
-                raise BadRequest(
-                    f"a packet has {wire.MAX_SESSION_PACKET_BYTES} bytes and {MAX_DESCRIPTORS} "
-                    "descriptors at most"
-                )
-            message = wire.decode_to_broker(packet)
-            if isinstance(message, wire.Attach):
-                self._on_attach(self, message)
-                return
-            if isinstance(message, wire.Leave):
-                self.has_left = True
-                return
-            key = (message.request, message.what)
-            if len(descriptors) != 1 and not truncated:
-                raise BadRequest("deliver carries one descriptor")
-            if key in self._delivered:
-                os.close(self._delivered.pop(key))  # sent again: the latest counts
-            self._refused.pop(key, None)
-            try:
-                self._check_room(None if truncated else descriptors[0])
-            except Busy as error:
-                self._refused[key] = error  # the answer of the request that follows
-                if len(self._refused) > self._limits.descriptors:
-                    del self._refused[next(iter(self._refused))]
-                raise
-            unused.pop_all()
-            self._delivered[key] = descriptors[0]
+        """Act on a packet. Its descriptors are closed, but one that waits for its request."""
+        kept = False
+        try:
+            kept = self._decide(packet, descriptors, truncated=truncated)
+        finally:
+            if not kept:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+    def _decide(self, packet: bytes, descriptors: list[int], *, truncated: bool) -> bool:
+        """Whether the packet's descriptor is kept, until its request comes."""
+        if truncated and (
+            len(packet) >= wire.MAX_SESSION_PACKET_BYTES or len(descriptors) >= MAX_DESCRIPTORS
+        ):
+            raise BadRequest(
+                f"a packet has {wire.MAX_SESSION_PACKET_BYTES} bytes and {MAX_DESCRIPTORS} "
+                "descriptors at most"
+            )
+        message = wire.decode_to_broker(packet)
+        if isinstance(message, wire.Attach):
+            self._on_attach(self, message)
+            return False
+        if isinstance(message, wire.Leave):
+            self.has_left = True
+            return False
+        key = (message.request, message.what)
+        if len(descriptors) != 1 and not truncated:
+            raise BadRequest("deliver carries one descriptor")
+        if key in self._delivered:
+            os.close(self._delivered.pop(key))  # sent again: the latest counts
+        self._refused.pop(key, None)
+        try:
+            self._check_room(None if truncated else descriptors[0])
+        except Busy as error:
+            self._refused[key] = error  # the answer of the request that follows
+            if len(self._refused) > self._limits.descriptors:
+                del self._refused[next(iter(self._refused))]
+            raise
+        self._delivered[key] = descriptors[0]
+        return True
 
     def _check_room(self, descriptor: int | None) -> None:
         """Raise `Busy` if this one is too many; None: so many that the kernel kept it back."""

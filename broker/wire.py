@@ -735,14 +735,24 @@ def _check_conversion(operation: str, conversion: Conversion) -> None:
             )
 
 
+_DESCRIBING = ("device", "name", "checkpoint", "dtype", "format", "quantization", "generation")
+_DESCRIBED_IN = {
+    struct: tuple(field for field in _DESCRIBING if field in struct.__struct_fields__)
+    for struct in (Demand, WeightKey)
+}
+
+
 def _check_described(operation: str, described: Demand | WeightKey) -> None:
     # What a key says comes back with each grant and in error sentences: it must stay small.
-    for field in ("device", "name", "checkpoint", "dtype", "format", "quantization", "generation"):
-        text = getattr(described, field, None)
+    for field in _DESCRIBED_IN[type(described)]:
+        text = getattr(described, field)
+        if text is None:
+            continue
         may_be_empty = field in ("dtype", "quantization") or isinstance(described, WeightKey)
-        _check_name(operation, field, None if may_be_empty and text == "" else text)
-    layout = described.layout or {}
-    if len(layout) > MAX_LAYOUT or not all(map(is_name, layout)):
+        if text or not may_be_empty:
+            _check_name(operation, field, text)
+    layout = described.layout
+    if layout and (len(layout) > MAX_LAYOUT or not all(map(is_name, layout))):
         raise BadRequest(f"{operation}: a layout may have {MAX_LAYOUT} named sizes at most")
 
 

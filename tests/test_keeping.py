@@ -10,7 +10,15 @@ import pytest
 
 from broker.custody.records import KeptLease
 from broker.keeping import KeeperLink, KeptSession
-from broker.link import INLINE_BYTES, Item, packet_of, receive_item, try_send, unpack_record
+from broker.link import (
+    INLINE_BYTES,
+    Item,
+    items_of,
+    packet_of,
+    receive_item,
+    try_send,
+    unpack_record,
+)
 
 SMALL_QUEUE = 4096
 
@@ -18,18 +26,22 @@ SMALL_QUEUE = 4096
 class Keeper:
     """The keeper's end, which reads when a test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, queue: int = SMALL_QUEUE) -> None:
         self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL_QUEUE)
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, queue)
         self.link.settimeout(0.0)
         self.server = KeeperLink(theirs)
+
+    def close(self) -> None:
+        self.link.close()
+        self.server.close()
 
     def read(self) -> list[Item]:
         """Everything that has come; None at the end of file ends it too."""
         items = []
         try:
             while (item := receive_item(self.link)) is not None:
-                items.append(item)
+                items += items_of(item)
         except BlockingIOError:
             pass
         return items
@@ -47,12 +59,17 @@ class Keeper:
 def keeper() -> Iterator[Keeper]:
     made = Keeper()
     yield made
-    made.link.close()
-    made.server.close()
+    made.close()
 
 
 def lease(number: int) -> KeptLease:
     return KeptLease(1, f"lease {number}", 7)
+
+
+def record(keeper: Keeper, number: int) -> None:
+    """A lease in a packet of its own."""
+    keeper.server.keep_lease(lease(number))
+    keeper.server.flush()
 
 
 def open_descriptors() -> int:
@@ -66,7 +83,7 @@ def test_keeper_that_does_not_read(keeper: Keeper) -> None:
     before = open_descriptors()
     reader, writer = os.pipe()
     for number in range(200):
-        keeper.server.keep_lease(lease(number))
+        record(keeper, number)
         if number == 100:
             keeper.server.keep_session(KeptSession(3, b"token", "engine"), reader)
     assert keeper.server.is_behind
@@ -94,7 +111,7 @@ def test_what_follows_from_a_record_comes_after_it(keeper: Keeper) -> None:
 
     first = 0
     while not keeper.server.is_behind:
-        keeper.server.keep_lease(lease(first))
+        record(keeper, first)
         first += 1
     for number in range(first, first + 100):
         keeper.server.later(lambda number=number: grant(number))  # type: ignore[misc]
@@ -108,6 +125,45 @@ def test_what_follows_from_a_record_comes_after_it(keeper: Keeper) -> None:
         for said in (f"reply {number}", f"after {number}")
     ]
     assert done == expected
+
+
+def test_leases_of_a_turn_are_one_packet(keeper: Keeper) -> None:
+    """They are gathered until `flush`, then all there, in order, after what was recorded before."""
+    keeper.server.keep_fact("epoch", b"e")
+    for number in range(3):
+        keeper.server.keep_lease(lease(number))
+    keeper.server.drop_lease(1, "lease 1")
+    assert [item.key for item in keeper.read()] == ["epoch"]
+    keeper.server.flush()
+    packet = receive_item(keeper.link)
+    assert packet is not None
+    said = [(item.verb, item.key) for item in items_of(packet)]
+    assert said == [*(("keep", f"1/lease {number}") for number in range(3)), ("drop", "1/lease 1")]
+    assert keeper.read() == []
+
+
+def test_gathered_records_are_not_overtaken(keeper: Keeper) -> None:
+    """A record that goes at once takes what was gathered along."""
+    keeper.server.keep_lease(lease(1))
+    keeper.server.keep_session(KeptSession(3, b"token", ""), 0)
+    first, second = keeper.read()
+    assert (first.key, second.kind) == ("1/lease 1", "session")
+    os.close(second.descriptors[0])
+
+
+def test_gathered_records_fit_into_a_packet() -> None:
+    """A batch goes before it is larger than a packet may be."""
+    keeper = Keeper(queue=1 << 20)
+    received: list[Item] = []
+    for number in range(100):
+        keeper.server.keep_lease(KeptLease(1, f"{number:01000}", 7))
+        received += keeper.read()
+    assert keeper.server.is_gathering
+    assert 0 < len(received) < 100
+    keeper.server.flush()
+    received += keeper.read()
+    assert [item.key for item in received] == [f"1/{number:01000}" for number in range(100)]
+    keeper.close()
 
 
 def test_large_records_travel_as_files(keeper: Keeper) -> None:
@@ -139,7 +195,7 @@ def test_end_while_the_keeper_is_behind(keeper: Keeper) -> None:
     """A server that ends in order leaves its records, and does nothing more that follows them."""
     done: list[str] = []
     while not keeper.server.is_behind:
-        keeper.server.keep_lease(lease(0))
+        record(keeper, 0)
     keeper.read()
     keeper.server.keep_lease(lease(1))
     keeper.server.later(lambda: done.append("too late"))
