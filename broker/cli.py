@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import importlib
 import io
 import os
 import sys
@@ -15,17 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from broker import VERSION
 from broker.__main__ import EXIT_INTERRUPTED
-from broker.commands import (
-    completion,
-    doctor,
-    life,
-    names,
-    ping,
-    report,
-    serving,
-    sets,
-    status,
-)
 from broker.commands.refusing import Parser
 from broker.errors import BadRequest, BrokerError
 from broker.logs import printable, shown_sentence
@@ -33,8 +23,10 @@ from broker.suggest import did_you_mean
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """How the writing of standard output fails; an error with a file's name is another one."""
-GROUPS = (serving, status, ping, sets, names, life, report, doctor, completion)
-"""In the order in which `--help` shows them."""
+GROUPS = ("serving", "status", "ping", "sets", "names", "life", "report", "doctor", "completion")
+"""Modules of broker/commands/, in the order in which `--help` shows their commands."""
+SERVE = ("serving",)
+"""All that a keeper, which lives long, is to have in memory."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,7 +83,8 @@ def _say_interrupted(what: str) -> None:
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    parser, commands = _parser_and_commands()
+    groups = SERVE if arguments[:1] == ["serve"] else GROUPS
+    parser, commands = _parser_and_commands(groups)
     word = next((word for word in arguments if not word.startswith("-")), "")
     begin = arguments.index(word) if word else len(arguments)
     parser.refuse_misspelt(arguments[:begin], " before COMMAND")
@@ -110,10 +103,10 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
 
 def make_parser() -> argparse.ArgumentParser:
     """The whole command line; `command` of what is parsed carries the command out."""
-    return _parser_and_commands()[0]
+    return _parser_and_commands(GROUPS)[0]
 
 
-def _parser_and_commands() -> tuple[Parser, Mapping[str, Parser]]:
+def _parser_and_commands(groups: Sequence[str]) -> tuple[Parser, Mapping[str, Parser]]:
     parser = Parser(
         prog="weight-broker",
         description="Inference engines on one GPU node share one copy of the model weights.",
@@ -121,6 +114,6 @@ def _parser_and_commands() -> tuple[Parser, Mapping[str, Parser]]:
     )
     parser.add_argument("--version", action="version", version=f"weight-broker {VERSION}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for group in GROUPS:
-        group.add_to(commands)
+    for group in groups:
+        importlib.import_module(f"broker.commands.{group}").add_to(commands)
     return parser, commands.choices
