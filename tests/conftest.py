@@ -6,6 +6,8 @@ time-out. `--hypothesis-profile=thorough --timeout 3600` searches on, and shrink
 
 from __future__ import annotations
 
+import compileall
+import os
 import signal
 from collections.abc import Iterator
 
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from tests.support.nursery import Nursery
+from tests.support.processes import ROOT
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in the background of a shell without job control; what tests start would inherit it.
@@ -42,6 +45,13 @@ settings.load_profile("suite")
 
 LONGEST = ("test_examples.py", "test_keeper.py", "test_faults.py", "test_one_load_for_many.py")
 """Files that run first, so that no worker is left alone with one of them at the end."""
+
+
+def pytest_configure() -> None:
+    """Compile once what hundreds of processes import, whether or not they may write it down."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        for package in ("broker", "engine_client", "tests"):
+            compileall.compile_dir(ROOT / package, quiet=2)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
