@@ -14,9 +14,8 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -25,25 +24,10 @@ from broker.config import BrokerConfig
 from broker.conversation import RETRY_SECONDS, Conversation
 from broker.credentials import own_access
 from broker.custody import Books, Budget
-from broker.custody.actions import (
-    Action,
-    CreateSlab,
-    DropLease,
-    FreeSlab,
-    FreezeSlab,
-    KeepLease,
-    KeepSet,
-    Log,
-    Notify,
-    Reply,
-    StartLoader,
-    StartShipped,
-    StopLoader,
-    Tell,
-)
+from broker.custody.actions import Action
 from broker.devices.base import Device
 from broker.dispatch import Dispatcher
-from broker.errors import BrokerError, InternalError, LoadFailed, ShuttingDown
+from broker.errors import BrokerError, LoadFailed, ShuttingDown
 from broker.journal.memory import MemoryNotes
 from broker.journal.recording import server_journal
 from broker.keeping import Inheritance, KeeperLink, KeptSession
@@ -53,6 +37,7 @@ from broker.logs import log_event
 from broker.loop import READ, WRITE, Helpers, Loop
 from broker.metrics.measures import Measures
 from broker.metrics.starting import serve_metrics
+from broker.performing import Performing
 from broker.reception import Reception
 from broker.requests import Tickets
 from broker.rundir import BrokerPaths
@@ -69,8 +54,6 @@ if TYPE_CHECKING:
 
 RECEIVE_BATCH = 64
 """Requests handled in one turn before sessions and timers get their turn."""
-TELLING = (Reply, Tell, Notify)
-"""Actions that somebody learns of."""
 BEATS = 4
 """In the time after which a watchdog ends the broker. The keeper waits for two."""
 KEEPER_END_MS = 200
@@ -123,12 +106,12 @@ class Server:
         self.times = Times(self.books.sets)
         self.measures = Measures()
         self.loading = Loading(self)
+        self._performing = Performing(self)
         self.is_stopping = False
         self.is_replaced = False
         self.exit_code = 0
         self._keeper_pidfd = os.pidfd_open(os.getppid())
         self._retrying = False
-        self._due: list[Action] = []
         self._sessions = sessions
         self.conversation = Conversation(
             self.loop, router, paths.zmq, self.access, config.limits, self._conversation_lost
@@ -286,7 +269,7 @@ class Server:
         self.loop.stop()
 
     def _close(self) -> None:
-        self._tell_due()
+        self._performing.tell_due()
         self.is_stopping = True
         self.helpers.close()
         self.loop.run_pending()
@@ -310,7 +293,7 @@ class Server:
     def _drain(self) -> bool:
         """Requests that have come, then the answers of this turn."""
         more = self._handle_requests()
-        self._tell_due()
+        self._performing.tell_due()
         return more
 
     def _handle_requests(self) -> bool:
@@ -321,14 +304,15 @@ class Server:
             self.dispatcher.handle(*received)
         return True
 
-    def _tell_due(self) -> None:
-        """Record what this turn has decided, in one packet, then tell whom it concerns."""
-        self.keeper.flush()
-        due, self._due = self._due, []
-        for action in due:
-            self._perform_recorded(action)
-        if due:
-            self.retry_later()
+    def perform(self, actions: list[Action]) -> None:
+        """Carry out what the books decided (performing.py). Nothing any more once the end has
+        begun."""
+        if self.is_stopping:
+            return
+        self._performing.perform(actions)
+        if actions:
+            self._memory_notes.look_soon()
+        self.retry_later()
 
     def retry_later(self) -> None:
         """Kept replies are tried again until they are gone."""
@@ -450,96 +434,3 @@ class Server:
         self.keeper.drop_session(session)
         self.perform(self.books.end_session(session, cause, closed=closed))
         self.peers.pop(session, None)  # until now, so that the log can say whose session it was
-
-    # --- carrying out ---------------------------------------------------------------------
-
-    def perform(self, actions: list[Action]) -> None:
-        """Carry out what the books decided, in order; nobody is told before the keeper has the
-        records it follows from, mostly at the end of the turn. Nothing any more once the end has
-        begun."""
-        if self.is_stopping:
-            return
-        for action in actions:
-            if isinstance(action, TELLING) and (self._due or self.keeper.is_gathering):
-                self._due.append(action)
-            else:
-                self._perform_recorded(action)
-        if actions:
-            self._memory_notes.look_soon()
-        self.retry_later()
-
-    def _perform_recorded(self, action: Action) -> None:
-        if self.keeper.is_behind:
-            self.keeper.later(partial(self._perform, action))
-        else:
-            self._perform(action)
-
-    def _perform(self, action: Action) -> None:
-        match action:
-            case Reply(ticket, body):
-                self.tickets.reply(ticket, body)
-            case Log(event, detail, trouble):
-                self._log(event, detail, logging.WARNING if trouble else logging.INFO)
-            case KeepLease(kept_lease):
-                self.keeper.keep_lease(kept_lease)
-            case DropLease(session, lease):
-                self.keeper.drop_lease(session, lease)
-            case Tell(ticket, body):
-                self.tickets.tell(ticket, body)
-            case Notify(session, event):
-                self.dispatcher.notify(session, event)
-            case StartLoader() | StartShipped():
-                self.loading.start(action)
-            case StopLoader(session):
-                self.loading.stop(session)
-            case CreateSlab(set_id, device, nbytes):
-                self.loop.call_later(
-                    self.config.limits.seal_seconds,
-                    lambda: self.perform(self.books.writer_stalled(set_id)),
-                )
-                manifest = self.dispatcher.take_manifest(set_id)
-                self._on_device(
-                    set_id,
-                    lambda: self.store.create(set_id, device, nbytes, manifest),
-                    self.books.slab_created,
-                )
-            case FreezeSlab(set_id, device):
-                self._on_device(
-                    set_id, lambda: self.store.freeze(set_id, device), self.books.slab_frozen
-                )
-            case FreeSlab(set_id):
-                self.keeper.drop_set(set_id)
-                self.helpers.submit(("set", set_id), lambda: self.store.free(set_id))
-            case KeepSet(kept):
-                kept = msgspec.structs.replace(kept, sealed=self.times.sealed(kept.id))
-                self.keeper.keep_set(kept, self.store.for_reader(kept.id))
-
-    def _log(self, event: str, detail: dict[str, Any], level: int) -> None:
-        """What the books log: for people, for `status` and for metrics."""
-        self.times.note(event, detail)
-        self.measures.note(event, detail)
-        session = detail.get("session")
-        peer = self.peers.get(session) if isinstance(session, int) else None
-        if peer is None:
-            log_event(event, level=level, **detail)
-            return
-        identity = peer.identity
-        whose = {"pid": identity.pid, "command": identity.command, "label": peer.label or None}
-        log_event(event, level=level, **{**detail, **whose})
-
-    def _on_device(
-        self, set_id: int, call: Callable[[], None], then: Callable[[int], list[Action]]
-    ) -> None:
-        def done(result: Any) -> None:
-            if isinstance(result, BaseException):
-                self.perform(self.books.slab_failed(set_id, _as_broker_error(result)))
-            else:
-                self.perform(then(set_id))
-
-        self.helpers.submit(("set", set_id), call, done)
-
-
-def _as_broker_error(error: BaseException) -> BrokerError:
-    if isinstance(error, BrokerError):
-        return error
-    return InternalError(f"unexpected {type(error).__name__}: {error}")

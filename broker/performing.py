@@ -1,0 +1,147 @@
+"""Carrying out what the books have decided: answers, records, memory, loaders, the log.
+
+Nothing here decides. What must outlive the server is recorded before anybody is told: records of
+one turn go to the keeper together, and answers after them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from broker.custody.actions import (
+    Action,
+    CreateSlab,
+    DropLease,
+    FreeSlab,
+    FreezeSlab,
+    KeepLease,
+    KeepSet,
+    Log,
+    Notify,
+    Reply,
+    StartLoader,
+    StartShipped,
+    StopLoader,
+    Tell,
+)
+from broker.errors import BrokerError, InternalError
+from broker.logs import log_event
+
+if TYPE_CHECKING:
+    from broker.server import Server
+
+TELLING = (Reply, Tell, Notify)
+"""Actions that somebody learns of."""
+
+
+class Performing:
+    """The server's hands. All methods belong to the loop's thread."""
+
+    def __init__(self, broker: Server) -> None:
+        self._broker = broker
+        self._keeper = broker.keeper
+        self._due: list[Action] = []
+
+    def perform(self, actions: list[Action]) -> None:
+        """Carry out in order; what somebody learns of may wait for `tell_due`."""
+        for action in actions:
+            if isinstance(action, TELLING) and (self._due or self._keeper.is_gathering):
+                self._due.append(action)
+            else:
+                self._when_recorded(action)
+
+    def tell_due(self) -> None:
+        """Record what this turn has decided, in one packet, then tell whom it concerns."""
+        self._keeper.flush()
+        due, self._due = self._due, []
+        for action in due:
+            self._when_recorded(action)
+        if due:
+            self._broker.retry_later()
+
+    def _when_recorded(self, action: Action) -> None:
+        if self._keeper.is_behind:
+            self._keeper.later(partial(self._perform, action))
+        else:
+            self._perform(action)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Reply(ticket, body):
+                self._broker.tickets.reply(ticket, body)
+            case Log(event, detail, trouble):
+                self._log(event, detail, logging.WARNING if trouble else logging.INFO)
+            case KeepLease(kept_lease):
+                self._keeper.keep_lease(kept_lease)
+            case DropLease(session, lease):
+                self._keeper.drop_lease(session, lease)
+            case Tell(ticket, body):
+                self._broker.tickets.tell(ticket, body)
+            case Notify(session, event):
+                self._broker.dispatcher.notify(session, event)
+            case StartLoader() | StartShipped():
+                self._broker.loading.start(action)
+            case StopLoader(session):
+                self._broker.loading.stop(session)
+            case CreateSlab(set_id, device, nbytes):
+                self._broker.loop.call_later(
+                    self._broker.config.limits.seal_seconds,
+                    lambda: self._broker.perform(self._broker.books.writer_stalled(set_id)),
+                )
+                manifest = self._broker.dispatcher.take_manifest(set_id)
+                self._on_device(
+                    set_id,
+                    lambda: self._broker.store.create(set_id, device, nbytes, manifest),
+                    self._broker.books.slab_created,
+                )
+            case FreezeSlab(set_id, device):
+                self._on_device(
+                    set_id,
+                    lambda: self._broker.store.freeze(set_id, device),
+                    self._broker.books.slab_frozen,
+                )
+            case FreeSlab(set_id):
+                self._keeper.drop_set(set_id)
+                self._broker.helpers.submit(
+                    ("set", set_id), lambda: self._broker.store.free(set_id)
+                )
+            case KeepSet(kept):
+                kept = msgspec.structs.replace(kept, sealed=self._broker.times.sealed(kept.id))
+                self._keeper.keep_set(kept, self._broker.store.for_reader(kept.id))
+
+    def _log(self, event: str, detail: dict[str, Any], level: int) -> None:
+        """For people, for `status` and for metrics."""
+        self._broker.times.note(event, detail)
+        self._broker.measures.note(event, detail)
+        session = detail.get("session")
+        peer = self._broker.peers.get(session) if isinstance(session, int) else None
+        if peer is None:
+            log_event(event, level=level, **detail)
+            return
+        identity = peer.identity
+        whose = {"pid": identity.pid, "command": identity.command, "label": peer.label or None}
+        log_event(event, level=level, **{**detail, **whose})
+
+    def _on_device(
+        self, set_id: int, call: Callable[[], None], then: Callable[[int], list[Action]]
+    ) -> None:
+        def done(result: Any) -> None:
+            if isinstance(result, BaseException):
+                self._broker.perform(
+                    self._broker.books.slab_failed(set_id, _as_broker_error(result))
+                )
+            else:
+                self._broker.perform(then(set_id))
+
+        self._broker.helpers.submit(("set", set_id), call, done)
+
+
+def _as_broker_error(error: BaseException) -> BrokerError:
+    if isinstance(error, BrokerError):
+        return error
+    return InternalError(f"unexpected {type(error).__name__}: {error}")
