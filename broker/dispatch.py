@@ -160,6 +160,7 @@ class Dispatcher:
             case wire.Ping():
                 return self._answer(ticket, self._pong())
             case wire.Status():
+                self._broker.tell_due()
                 return self._answer(ticket, status_report(self._broker))
             case wire.Hello():
                 return self._answer(ticket, self._hello(ticket, message))
@@ -175,24 +176,24 @@ class Dispatcher:
                 if message.source is not None:
                     ticket.source = self._take(ticket, "source")
                     self._check_may_load(ticket, message)
-                self._broker.tickets.check_limits(ticket)
+                self._check_limits(ticket)
                 return books.acquire(session, ticket.number, message)
             case wire.Claim():
-                self._broker.tickets.check_limits(ticket)
+                self._check_limits(ticket)
                 return books.claim(session, ticket.number, message)
             case wire.Load():
                 # The code first: with the answer, also a refusal, its descriptor is closed.
                 ticket.source = self._take(ticket, "code")
                 self._check_own(ticket)
                 self._check_loaders_allowed()
-                self._broker.tickets.check_limits(ticket)
+                self._check_limits(ticket)
                 return books.load(session, ticket.number, message)
             case wire.Resolve():
                 return books.resolve(session, ticket.number, message)
             case wire.Reserve():
                 return self._reserve(ticket, session, message)
             case wire.Seal():
-                self._broker.tickets.check_limits(ticket)
+                self._check_limits(ticket)
                 return books.seal(session, ticket.number, message)
             case wire.Abandon():
                 return books.abandon(
@@ -303,6 +304,14 @@ class Dispatcher:
             "first (or serve --preload), or publish the weights"
         )
 
+    def _check_limits(self, ticket: Ticket) -> None:
+        """Raise `Busy` if too much is under way. What is decided and waits to be told is not."""
+        try:
+            self._broker.tickets.check_limits(ticket)
+        except Busy:
+            self._broker.tell_due()
+            self._broker.tickets.check_limits(ticket)
+
     def _check_loaders_allowed(self) -> None:
         if not self._broker.config.allow_loaders:
             raise BadRequest(
@@ -314,7 +323,7 @@ class Dispatcher:
         manifest = self._take(ticket, "manifest")
         try:
             check_manifest(manifest, self._broker.config.limits)
-            self._broker.tickets.check_limits(ticket)
+            self._check_limits(ticket)
             claims = self._broker.books.sessions[session].claims
             actions = self._broker.books.reserve(session, ticket.number, message)
         except BrokerError:

@@ -61,8 +61,6 @@ class Performing:
         due, self._due = self._due, []
         for action in due:
             self._when_recorded(action)
-        if due:
-            self._broker.retry_later()
 
     def _when_recorded(self, action: Action) -> None:
         if self._keeper.is_behind:

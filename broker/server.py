@@ -269,7 +269,7 @@ class Server:
         self.loop.stop()
 
     def _close(self) -> None:
-        self._performing.tell_due()
+        self.tell_due()
         self.is_stopping = True
         self.helpers.close()
         self.loop.run_pending()
@@ -293,7 +293,7 @@ class Server:
     def _drain(self) -> bool:
         """Requests that have come, then the answers of this turn."""
         more = self._handle_requests()
-        self._performing.tell_due()
+        self.tell_due()
         return more
 
     def _handle_requests(self) -> bool:
@@ -312,6 +312,11 @@ class Server:
         self._performing.perform(actions)
         if actions:
             self._memory_notes.look_soon()
+        self.retry_later()
+
+    def tell_due(self) -> None:
+        """Answer everything that is decided."""
+        self._performing.tell_due()
         self.retry_later()
 
     def retry_later(self) -> None:

@@ -1,0 +1,116 @@
+"""What is asked for in one turn of the server's loop: recorded together, then told, all of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from broker import wire
+from engine_client import Checkpoint
+from tests.campaign import kernel
+from tests.campaign.asking import ask_status
+from tests.support.clock import eventually
+from tests.support.processes import RunningBroker
+from tests.support.raw import RawDealer, RawSession
+from tests.support.stored import small_checkpoint
+
+DEVICE = "SIM-0"
+WAITING = 2
+
+
+class Peer:
+    """An engine by hand, whose requests the server finds all at once."""
+
+    def __init__(self, broker: RunningBroker) -> None:
+        self.session = RawSession(broker.directory)
+        self.dealer = RawDealer(broker.directory)
+        self.session.hello(self.dealer)
+
+    def acquire(self, lease: str, set_id: int) -> None:
+        message = wire.Acquire(lease, wire.Demand(DEVICE, set=set_id))
+        self.dealer.send(lease.encode(), b"", b"acquire", wire.encode(message))
+
+    def release(self, lease: str) -> None:
+        message = wire.encode(wire.Release(lease))
+        self.dealer.send(f"release {lease}".encode(), b"", b"release", message)
+
+    def answers(self, number: int) -> dict[bytes, bytes]:
+        """Status by request."""
+        replies = [self.dealer.receive() for _ in range(number)]
+        return {reply[0]: reply[-2] for reply in replies}
+
+    def close(self) -> None:
+        self.dealer.close()
+        self.session.close()
+
+
+@pytest.fixture
+def broker(start_broker: Callable[..., RunningBroker]) -> RunningBroker:
+    return start_broker("--limit", f"waiting={WAITING}")
+
+
+@pytest.fixture
+def resident(broker: RunningBroker, tmp_path: Path) -> int:
+    """A set that is there already."""
+    with broker.client() as client, client.acquire(Checkpoint(small_checkpoint(tmp_path))):
+        (entry,) = broker.status()["sets"]
+    return int(entry["id"])
+
+
+@pytest.fixture
+def peer(broker: RunningBroker) -> Iterator[Peer]:
+    made = Peer(broker)
+    yield made
+    made.close()
+
+
+@contextlib.contextmanager
+def unheard(pid: int) -> Iterator[None]:
+    """What is sent meanwhile is all there when the process goes on."""
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: kernel.state(pid) == "T", 5, "the stop")
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_every_request_is_answered(broker: RunningBroker, peer: Peer, resident: int) -> None:
+    """More than a turn takes, granted at once: none counts as one that waits, none is lost."""
+    leases = [str(number) for number in range(100)]
+    with unheard(broker.server_pid()):
+        for lease in leases:
+            peer.acquire(lease, resident)
+    assert peer.answers(len(leases)) == dict.fromkeys(map(str.encode, leases), b"ok")
+    for lease in leases:
+        peer.release(lease)
+    assert set(peer.answers(len(leases)).values()) == {b"ok"}
+    (entry,) = broker.status()["sets"]
+    assert entry["leases"] == []
+
+
+def test_status_in_the_same_turn(broker: RunningBroker, peer: Peer, resident: int) -> None:
+    """A request that is decided is answered before `status` tells of the rest."""
+    with RawDealer(broker.directory) as asking:
+        asking.ping_seconds()
+        with unheard(broker.server_pid()):
+            peer.acquire("a", resident)
+            asking.send(b"status", b"")
+        assert peer.answers(1) == {b"a": b"ok"}
+        _status, payload = asking.receive()
+    assert wire.decode_reply(wire.StatusReport, payload).broker["requests_waiting"] == 0
+
+
+def test_what_was_told_is_recorded(broker: RunningBroker, peer: Peer, resident: int) -> None:
+    """A server killed right after its answer: the successor has the lease."""
+    server = broker.server_pid()
+    peer.acquire("kept", resident)
+    assert peer.answers(1) == {b"kept": b"ok"}
+    os.kill(server, signal.SIGKILL)
+    (entry,) = ask_status(broker.directory)["sets"]
+    assert [lease["lease"] for lease in entry["leases"]] == ["kept"]
