@@ -254,7 +254,11 @@ def test_verify(shared_broker: RunningBroker, checkpoint: Path, capsys: Capture)
         check_refused(
             run(capsys, "verify", "--dir", directory, "nobody"), NotFound.exit_code, "'nobody'"
         )
-    assert all(not entry["leases"] for entry in shared_broker.status()["sets"])
+    eventually(
+        lambda: not any(entry["leases"] for entry in shared_broker.status()["sets"]),
+        5,
+        "the end of every lease",
+    )
 
 
 def test_verify_finds_damage(
