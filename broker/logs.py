@@ -141,7 +141,9 @@ def log_event(
     the record.
     """
     now = clock()
-    bucket = _buckets.setdefault(event, _Bucket(now))
+    bucket = _buckets.get(event)
+    if bucket is None:
+        bucket = _buckets[event] = _Bucket(now)
     bucket.lines = min(BURST_LINES, bucket.lines + (now - bucket.filled) * LINES_A_SECOND)
     bucket.filled = now
     if bucket.lines < 1:

@@ -26,6 +26,10 @@ REMEMBERED = 256
 REMEMBERED_BYTES = 256 * 1024
 """The same in bytes; an answer has a few hundred, the odd error some thousand."""
 
+_WAIT = "requests wait for weights"
+_PAYLOAD = "bytes of payload are under way"
+_OK = wire.OK.encode()
+
 RequestKey: TypeAlias = tuple[int, bytes, int]
 """Session, request id, and a hash of what it says: one id for two requests is no repetition."""
 
@@ -105,15 +109,13 @@ class Tickets:
         if ticket.session is None:
             return
         own, total, limits = self._use[ticket.session], self._total, self._limits
-        waiting, payload = "requests wait for weights", "bytes of payload are under way"
-        for used, limit, what in (
-            (own.requests, "requests", "requests of this session are under way"),
-            (own.nbytes, "request_bytes", f"of this session {payload}"),
-            (total.nbytes, "all_request_bytes", payload),
-            (own.waiting, "waiting", f"of this session {waiting}"),
-            (total.waiting, "all_waiting", waiting),
+        for used, allowed, limit, what in (
+            (own.requests, limits.requests, "requests", "requests of this session are under way"),
+            (own.nbytes, limits.request_bytes, "request_bytes", f"of this session {_PAYLOAD}"),
+            (total.nbytes, limits.all_request_bytes, "all_request_bytes", _PAYLOAD),
+            (own.waiting, limits.waiting, "waiting", f"of this session {_WAIT}"),
+            (total.waiting, limits.all_waiting, "all_waiting", _WAIT),
         ):
-            allowed = getattr(limits, limit)
             if used > allowed:
                 raise Busy(
                     f"{ticket.operation}: {allowed} {what} already; let some of them end first "
@@ -260,4 +262,4 @@ def answer(body: msgspec.Struct | BrokerError) -> list[bytes]:
     """`[status, payload]`, whole, before anything is sent."""
     if isinstance(body, BrokerError):
         return [body.status.encode(), body.to_payload()]
-    return [wire.OK.encode(), wire.encode(body)]
+    return [_OK, wire.encode(body)]

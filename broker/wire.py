@@ -75,7 +75,7 @@ def split_request(frames: list[bytes]) -> Frames:
             f"a request may have {MAX_ENVELOPE_FRAMES + 2} frames at most, this one had more"
         )
     *envelope, word, payload = frames
-    if any(len(frame) > MAX_ENVELOPE_FRAME_BYTES for frame in envelope):
+    if max(map(len, envelope), default=0) > MAX_ENVELOPE_FRAME_BYTES:
         raise BadRequest(f"an envelope frame may have {MAX_ENVELOPE_FRAME_BYTES} bytes at most")
     if len(payload) > MAX_FRAME_BYTES:
         raise BadRequest(f"a payload may have {MAX_FRAME_BYTES} bytes at most")

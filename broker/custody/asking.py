@@ -285,11 +285,11 @@ class Asking(Ledger):
             self._touch(record)
 
     def _granted(self, record: WeightSet, waiter: Waiter, how: str) -> wire.Granted:
-        name = waiter.demand.name or record.key.name
+        key, name = record.key, waiter.demand.name or record.key.name
         return wire.Granted(
             lease=waiter.lease,
             set=record.id,
-            key=msgspec.structs.replace(record.key, name=name),
+            key=key if key.name == name else msgspec.structs.replace(key, name=name),
             generation=generation_of(record, name),
             nbytes=record.nbytes,
             tensors=record.tensors,
