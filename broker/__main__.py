@@ -1,5 +1,6 @@
 """`python -m broker` is `weight-broker`."""
 
+import os
 import sys
 
 EXIT_INTERRUPTED = 130
@@ -7,6 +8,7 @@ EXIT_INTERRUPTED = 130
 
 def run() -> int:
     """The command line; Ctrl-C while it is still being imported ends it without a word."""
+    _open_standard_streams()
     try:
         if sys.argv[1:2] == ["serve"]:
             return _serve()
@@ -15,6 +17,16 @@ def run() -> int:
         return main()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+
+
+def _open_standard_streams() -> None:
+    """Where a shell has closed one (`>&-`), /dev/null takes its number before a socket does."""
+    while (last := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(last)
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _serve() -> int:

@@ -83,6 +83,22 @@ def test_first_server_inherits_no_files(broker_dir: Path) -> None:
     os.close(writer)
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams(closed: str, broker_dir: Path) -> None:
+    """What a shell has closed is as if it were /dev/null: no socket gets its number."""
+    serve = f"exec {sys.executable} -m broker serve --device simulated --dir {broker_dir} {closed}"
+    keeper = subprocess.Popen(
+        ["sh", "-c", serve], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    server = int(ask_status(broker_dir)["broker"]["pid"])
+    for pid in (keeper.pid, server):
+        streams = [str(Path(f"/proc/{pid}/fd/{number}").readlink()) for number in range(3)]
+        assert not [stream for stream in streams if "socket" in stream]
+    keeper.terminate()
+    _out, said = keeper.communicate(timeout=10 * SCALE)
+    assert (keeper.returncode, "Traceback" in said) == (0, False)
+
+
 @pytest.mark.parametrize(
     "words",
     [["--help"], ["--no-such-option"], ["--device", "nonsense"], ["--print-config"]],
