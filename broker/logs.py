@@ -13,7 +13,6 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from types import TracebackType
 from typing import TypeAlias
@@ -113,13 +112,13 @@ _FORMATTERS: dict[str, Callable[[], logging.Formatter]] = {
 }
 
 
-@dataclass
 class _Bucket:
     """How many lines of an event may be written now."""
 
-    filled: float
-    lines: float = BURST_LINES
-    suppressed: int = 0
+    def __init__(self, now: float) -> None:
+        self.filled = now
+        self.lines: float = BURST_LINES
+        self.suppressed = 0
 
 
 clock = time.monotonic

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from broker.closing import Closeable
 
@@ -34,8 +34,7 @@ class StillMappedWritable(DeviceError):
     """`freeze` found that somebody can still write; nothing changed, try again later."""
 
 
-@dataclass(frozen=True)
-class DeviceProperties:
+class DeviceProperties(NamedTuple):
     """What `status` and `hello` say about a device. Sizes in bytes."""
 
     uuid: str
@@ -46,8 +45,7 @@ class DeviceProperties:
     total_bytes: int
 
 
-@dataclass(frozen=True)
-class Canary:
+class Canary(NamedTuple):
     """A slab with a known pattern, by which a process finds out whether it reads what others wrote.
 
     The holder owns the descriptor. `seed` is what the pattern is made of.
@@ -58,8 +56,7 @@ class Canary:
     seed: str
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """`nbytes` from `start` in a staging buffer belong at `offset` in the slab."""
 
     start: int
