@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from broker.rundir import (
-    BrokerPaths,
-    NameLock,
-    create_listener,
-    is_private_directory,
-    remove_socket,
-    share_with_group,
-)
+from broker.errors import BadRequest
+from broker.name_lock import NameLock
+from broker.rundir import BrokerPaths, is_private_directory, mode_of, share_with_group
+
+LISTEN_BACKLOG = 1024
+"""Connections that may wait to be accepted: every engine of a node may connect at once."""
 
 
 @dataclass
@@ -103,3 +102,67 @@ def _is_in_place(listener: _Listener) -> bool:
     except OSError:
         return False
     return (status.st_dev, status.st_ino) == listener.identity
+
+
+def create_listener(path: Path, kind: socket.SocketKind, group: int | None = None) -> socket.socket:
+    """A listening Unix socket at `path`, for the holder of the name's lock only.
+
+    Removes the socket a killed broker left there; the lock says that nobody serves it any more.
+    The socket is non-blocking and close-on-exec, and nobody but us can connect to it at any moment,
+    whatever the umask.
+
+    Args:
+        kind: `SOCK_STREAM` for ZeroMQ (which takes it over by `ZMQ_USE_FD`), `SOCK_SEQPACKET` for
+            sessions.
+        group: members of this group may connect too.
+
+    Returns:
+        The socket, which the caller closes. The file remains; `remove_socket` removes it.
+
+    Raises:
+        BadRequest: something that is no socket is in the way, or the system refuses; nothing of
+            ours is left at the path then.
+    """
+    remove_socket(path)
+    listener = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        # bind gives the file this mode less the umask, so that it is never wider ...
+        os.fchmod(listener.fileno(), 0o600)
+        listener.bind(str(path))
+        # ... and this mends a umask that takes our own rights away.
+        os.chmod(path, 0o600)  # noqa: PTH101
+        if group is not None:
+            share_with_group(path, group, 0o660)
+        listener.listen(LISTEN_BACKLOG)
+    except BadRequest:
+        listener.close()
+        remove_socket(path)
+        raise
+    except OSError as error:
+        bound = bool(listener.getsockname())
+        listener.close()
+        if bound:
+            remove_socket(path)
+        reason = error.strerror or str(error)
+        raise BadRequest(f"cannot listen at {path} ({reason})", path=str(path)) from error
+    return listener
+
+
+def remove_socket(path: Path) -> None:
+    """Remove the socket at `path`, if there is one.
+
+    Raises:
+        BadRequest: something else is there, which is left alone, or it cannot be removed.
+    """
+    mode = mode_of(path)
+    if mode is None:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise BadRequest(
+            f"{path} is in the way: it is not a socket, so it is not ours to remove; move it away",
+            path=str(path),
+        )
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise BadRequest(f"{path} cannot be removed ({error.strerror})", path=str(path)) from error

@@ -1,4 +1,4 @@
-"""Where a broker and its clients meet: the private directory, the names in it, the lock.
+"""Where a broker and its clients meet: the private directory, and the names in it.
 
 The directory is `$WEIGHT_BROKER_DIR`, else `/run/user/<uid>/weight-broker` (for root
 `/run/weight-broker`) where its parent exists, else `/tmp/weight-broker-<uid>`. It must be ours, a
@@ -7,29 +7,22 @@ socket there can pass for the broker. Its parent is trusted: `/run/user/<uid>` i
 `/tmp` the sticky bit keeps others from replacing what is ours. A broker that is shared with a group
 (`serve --group`) has a directory that the group may enter and its own user alone may write to.
 
-In it lie `<name>.zmq` (conversation), `<name>.session` (sessions) and `<name>.lock`. The lock comes
-before the sockets and decides alone which broker has a name: binding cannot, since ZeroMQ takes
-over any path.
+In it lie `<name>.zmq` (conversation), `<name>.session` (sessions) and `<name>.lock` (name_lock.py).
 
 Calls here touch the file system and block no longer than that. Imports neither torch nor zmq.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import re
-import socket
 import stat
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
-from types import TracebackType
 
-from broker.errors import BadRequest, BrokerNotFound, Busy
+from broker.errors import BadRequest, BrokerNotFound
 
 DIRECTORY_VARIABLE = "WEIGHT_BROKER_DIR"
 NAME_VARIABLE = "WEIGHT_BROKER_NAME"
@@ -37,8 +30,6 @@ DEFAULT_NAME = "default"
 MAX_NAME_LENGTH = 64
 MAX_SOCKET_PATH_BYTES = 107
 """`sun_path` has 108 bytes, one of them for the closing NUL (unix(7))."""
-LISTEN_BACKLOG = 1024
-"""Connections that may wait to be accepted: every engine of a node may connect at once."""
 
 _ROOT = Path("/")
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
@@ -304,11 +295,11 @@ def broker_not_found(
 
 
 def _is_socket(path: Path) -> bool:
-    mode = _mode(path)
+    mode = mode_of(path)
     return mode is not None and stat.S_ISSOCK(mode)
 
 
-def _mode(path: Path) -> int | None:
+def mode_of(path: Path) -> int | None:
     """What lies at the path itself, `None` if nothing does."""
     try:
         return os.lstat(path).st_mode
@@ -318,173 +309,3 @@ def _mode(path: Path) -> int | None:
         raise BadRequest(
             f"{path} cannot be looked at ({error.strerror})", path=str(path)
         ) from error
-
-
-# --- the lock -----------------------------------------------------------------------------------
-
-
-class NameLock:
-    """The right to be the broker of this name in this directory. Also a context manager.
-
-    Held from `acquire` to `release` or the end of the process, however it ends. The file is never
-    removed: a broker waiting for a removed file's lock would get it beside its successor's. A
-    child that is forked without exec holds the lock too, so brokers spawn and never fork.
-    """
-
-    def __init__(self, paths: BrokerPaths) -> None:
-        self.paths = paths
-        self._descriptor: int | None = None
-
-    def acquire(self) -> None:
-        """Take the lock or say who has it. Does not wait.
-
-        Raises:
-            Busy: another broker has it; fields `name`, `lock`, `pid` and `since` (`None` in the
-                instant in which that broker has not written them yet).
-            BadRequest: the lock file cannot be opened or locked.
-        """
-        path = self.paths.lock
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            descriptor = os.open(path, flags, 0o600)
-        except OSError as error:
-            raise self._unusable(error) from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _write_holder(descriptor)
-        except BlockingIOError as error:
-            holder = _read_holder(descriptor)
-            os.close(descriptor)
-            raise self._held_by(holder) from error
-        except OSError as error:
-            os.close(descriptor)
-            raise self._unusable(error) from error
-        self._descriptor = descriptor
-
-    def is_in_place(self) -> bool:
-        """Whether the file that is locked is still the one that others would try to lock."""
-        if self._descriptor is None:
-            return False
-        ours = os.fstat(self._descriptor)
-        try:
-            there = os.lstat(self.paths.lock)
-        except OSError:
-            return False
-        return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
-
-    def release(self) -> None:
-        """Give the name back. Idempotent; the file stays, empty."""
-        if self._descriptor is not None:
-            os.ftruncate(self._descriptor, 0)
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def __enter__(self) -> NameLock:
-        self.acquire()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
-
-    def _unusable(self, error: OSError) -> BadRequest:
-        path = self.paths.lock
-        return BadRequest(f"the lock file {path} cannot be used ({error.strerror})", path=str(path))
-
-    def _held_by(self, holder: Mapping[str, object]) -> Busy:
-        pid, since = holder.get("pid"), holder.get("since")
-        who = f"as process {pid} since {since}" if pid else "and still starting"
-        return Busy(
-            f"a broker named {self.paths.name!r} is already running in {self.paths.directory} "
-            f"{who}; use that one, stop it with `weight-broker shutdown`, or give this one another "
-            "--name",
-            name=self.paths.name,
-            lock=str(self.paths.lock),
-            pid=pid,
-            since=since,
-        )
-
-
-def _write_holder(descriptor: int) -> None:
-    since = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "since": since}).encode() + b"\n", 0)
-
-
-def _read_holder(descriptor: int) -> Mapping[str, object]:
-    try:
-        holder = json.loads(os.pread(descriptor, 4096, 0))
-    except ValueError:  # not written yet
-        return {}
-    return holder if isinstance(holder, dict) else {}
-
-
-# --- the sockets --------------------------------------------------------------------------------
-
-
-def create_listener(path: Path, kind: socket.SocketKind, group: int | None = None) -> socket.socket:
-    """A listening Unix socket at `path`, for the holder of the name's lock only.
-
-    Removes the socket a killed broker left there; the lock says that nobody serves it any more.
-    The socket is non-blocking and close-on-exec, and nobody but us can connect to it at any moment,
-    whatever the umask.
-
-    Args:
-        kind: `SOCK_STREAM` for ZeroMQ (which takes it over by `ZMQ_USE_FD`), `SOCK_SEQPACKET` for
-            sessions.
-        group: members of this group may connect too.
-
-    Returns:
-        The socket, which the caller closes. The file remains; `remove_socket` removes it.
-
-    Raises:
-        BadRequest: something that is no socket is in the way, or the system refuses; nothing of
-            ours is left at the path then.
-    """
-    remove_socket(path)
-    listener = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-    try:
-        # bind gives the file this mode less the umask, so that it is never wider ...
-        os.fchmod(listener.fileno(), 0o600)
-        listener.bind(str(path))
-        # ... and this mends a umask that takes our own rights away.
-        os.chmod(path, 0o600)  # noqa: PTH101
-        if group is not None:
-            share_with_group(path, group, 0o660)
-        listener.listen(LISTEN_BACKLOG)
-    except BadRequest:
-        listener.close()
-        remove_socket(path)
-        raise
-    except OSError as error:
-        bound = bool(listener.getsockname())
-        listener.close()
-        if bound:
-            remove_socket(path)
-        reason = error.strerror or str(error)
-        raise BadRequest(f"cannot listen at {path} ({reason})", path=str(path)) from error
-    return listener
-
-
-def remove_socket(path: Path) -> None:
-    """Remove the socket at `path`, if there is one.
-
-    Raises:
-        BadRequest: something else is there, which is left alone, or it cannot be removed.
-    """
-    mode = _mode(path)
-    if mode is None:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise BadRequest(
-            f"{path} is in the way: it is not a socket, so it is not ours to remove; move it away",
-            path=str(path),
-        )
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise BadRequest(f"{path} cannot be removed ({error.strerror})", path=str(path)) from error

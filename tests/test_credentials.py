@@ -17,7 +17,8 @@ from broker.credentials import (
     trusted_group,
 )
 from broker.errors import BadRequest
-from broker.rundir import broker_directory, create_listener, is_private_directory
+from broker.listeners import create_listener
+from broker.rundir import broker_directory, is_private_directory
 
 OURS, OTHER, GROUP = 1000, 1001, 50
 

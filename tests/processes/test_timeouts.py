@@ -15,7 +15,7 @@ import pytest
 
 from broker import wire
 from broker.errors import RequestTimeout
-from broker.rundir import LISTEN_BACKLOG
+from broker.listeners import LISTEN_BACKLOG
 from broker.weights import WeightKey
 from engine_client import Checkpoint
 from tests.support.clock import SCALE, eventually
