@@ -1,6 +1,7 @@
 """`python -m broker` is `weight-broker`."""
 
 import os
+import signal
 import sys
 
 EXIT_INTERRUPTED = 130
@@ -30,14 +31,22 @@ def _open_standard_streams() -> None:
 
 
 def _serve() -> int:
+    """What ends a process waits until everything is imported: it must not break off half a fork,
+    and where a class is being made an interrupt becomes another error."""
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ending)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who ignores it learns no exit code of a child
     from broker.first_server import discard_server, fork_server
 
     try:
-        code = fork_server()
+        code = fork_server(mask)
         if code is not None:
             return code  # of the child
+        from broker import service  # noqa: F401 - imported now, used later
         from broker.cli import main
+        from broker.commands import serving  # noqa: F401 - as above
 
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return main()
     finally:
         discard_server()

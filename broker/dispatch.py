@@ -73,9 +73,11 @@ class Dispatcher:
             self._broker.perform(self._decide(ticket, message))
         except BrokerError as error:
             self._note_refusal(request.operation, routing, session, error)
+            self._broker.tell_due()
             self._broker.tickets.reply(ticket.number, error)
         except Exception as error:  # noqa: BLE001 - logged whole, and answered
             self._note_internal_error(request.operation, session, error)
+            self._broker.tell_due()
             self._broker.tickets.reply(
                 ticket.number, InternalError(f"{request.operation} failed in the broker: {error!r}")
             )
@@ -86,6 +88,7 @@ class Dispatcher:
             self._broker.books.counters["requests_late"] += 1
         else:
             self._note_refusal(None, routing, self._session_of.get(routing), error)
+        self._broker.tell_due()
         self._broker.conversation.reply(routing, [*wire.envelope_of(frames), *answer(error)])
         self._broker.retry_later()
 
@@ -222,6 +225,7 @@ class Dispatcher:
         raise InternalError(f"the operation {ticket.operation} is not handled")
 
     def _answer(self, ticket: Ticket, body: msgspec.Struct) -> list[Action]:
+        self._broker.tell_due()  # answers come in the order of the requests
         self._broker.tickets.reply(ticket.number, body)
         return []
 

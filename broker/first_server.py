@@ -16,6 +16,7 @@ import select
 import signal
 import socket
 import subprocess
+from collections.abc import Iterable
 from contextlib import suppress
 
 from broker.link import link_pair
@@ -63,27 +64,48 @@ class ForkedServer:
 _waiting: tuple[ForkedServer, socket.socket] | None = None
 
 
-def fork_server() -> int | None:
-    """Fork a server that waits to be taken. To be called before anything else is done.
+def fork_server(mask: Iterable[int]) -> int | None:
+    """Fork a server that waits to be taken. To be called before anything else is done, with
+    signals that end a process blocked: Python drops an interrupt that comes while it forks.
+
+    Where the system refuses, there is none to be taken: the keeper starts one, or says why not.
+
+    Args:
+        mask: the signals that the child is to have blocked.
 
     Returns:
         None at once in the caller; in the child its exit code, when it has ended.
     """
-    global _waiting
     for module in _SHARED:
         importlib.import_module(module)
-    ours, theirs = link_pair()
     gc.freeze()  # no collection touches what is there by now: its pages stay shared
-    pid = os.fork()
-    if pid:
-        theirs.close()
-        _waiting = ForkedServer(pid), ours
+    link = _fork()
+    if link is None:
         return None
-    ours.close()
-    _become_independent(theirs.fileno())
+    _become_independent(link.fileno())
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     from broker.server_process import main  # all that the parent does not need
 
-    return main([str(theirs.detach())])
+    return main([str(link.detach())])
+
+
+def _fork() -> socket.socket | None:
+    """In the child its end of the link; None in the parent, where a server waits now, if any."""
+    global _waiting
+    try:
+        ours, theirs = link_pair()
+    except OSError:
+        return None
+    try:
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            return theirs
+        _waiting = ForkedServer(pid), ours
+    except OSError:
+        ours.close()  # a child that cannot be waited for ends with it
+    theirs.close()
+    return None
 
 
 def take_server() -> tuple[ForkedServer, socket.socket] | None:

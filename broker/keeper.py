@@ -27,6 +27,7 @@ from broker.first_server import ForkedServer, take_server
 from broker.link import (
     EXIT_RESTART,
     Item,
+    RecordLost,
     items_of,
     link_pair,
     pack_record,
@@ -92,6 +93,7 @@ class Keeper:
         self._server: ServerProcess | None = None
         self._is_up = False
         self._stopping = False
+        self._is_ending = False
         self._stop_signal = signal.SIGTERM
         self._kill_at = NEVER
         self._patience = (watchdog_seconds(os.getpid()) or NEVER) / 2
@@ -99,8 +101,12 @@ class Keeper:
         self._came_up = False
         self._complaint = ""
         self.restarts = 0
-        self._listeners = Listeners(paths)
         self._signals = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._listeners = Listeners(paths)
+        except BaseException:
+            os.close(self._signals)
+            raise
 
     def keep(self, kind: str, key: str, record: bytes, descriptor: int) -> None:
         """Something that every server is to get, also the first; takes the descriptor over."""
@@ -139,6 +145,10 @@ class Keeper:
     def _exit_code(self, code: int) -> int:
         if self._stopping and not self._is_up and code == -signal.SIGTERM:
             return 0  # told to stop before it could take signals: nothing had begun
+        if self._stopping and code == EXIT_RESTART:
+            return 0  # told to stop while one server was to follow another
+        if code < 0 and not self._came_up and not self._stopping:
+            log_event("server-died", level=logging.ERROR, exit=code, cause="it never came up")
         return code if code >= 0 else EXIT_KILLED
 
     def _is_over(self, code: int) -> bool:
@@ -187,11 +197,16 @@ class Keeper:
             return 0
         try:
             self._mend()
-            self._is_up = False
+            self._is_up = self._is_ending = False
             self._kill_at = NEVER
             self._server, link = take_server() or self._start()
             with link:
-                self._serve(link, on_ready)
+                try:
+                    self._serve(link, on_ready)
+                except BaseException:  # nobody can be told that it is ready
+                    self._server.send_signal(signal.SIGTERM)
+                    self._reap(self._server)
+                    raise
         except OSError as error:  # no processes, memory or descriptors: perhaps later
             log_event("server-not-started", level=logging.ERROR, cause=error)
             return 1
@@ -229,6 +244,9 @@ class Keeper:
                 continue
             try:
                 item = receive_item(link)
+            except RecordLost as error:
+                self._end_server(link, error)
+                continue
             except OSError as error:
                 log_event("keeper-link-failed", level=logging.ERROR, cause=error)
                 return
@@ -244,11 +262,21 @@ class Keeper:
                 for one in items_of(item):
                     self._take(one)
 
+    def _end_server(self, link: socket.socket, cause: RecordLost) -> None:
+        """Let it see the link's end, and a successor try. What it still records, it tells: that is
+        taken until it has ended."""
+        if not self._is_ending:
+            log_event("keeper-link-failed", level=logging.ERROR, cause=cause)
+        self._is_ending = True
+        self._kill_at = min(self._kill_at, time.monotonic() + STOP_SECONDS)
+        with contextlib.suppress(OSError):  # it has ended already
+            link.shutdown(socket.SHUT_WR)
+
     def _heard(self) -> None:
         """The server's loop turns, and so does ours. A server of which that is not heard in time is
         killed: another takes over from it before whoever watches us ends us too."""
         notify("WATCHDOG=1")
-        if not self._stopping:
+        if not self._is_ending:
             self._kill_at = time.monotonic() + self._patience
 
     def _hand_over(self, link: socket.socket) -> None:
@@ -307,13 +335,14 @@ class Keeper:
         if self._server is not None:
             # Told as it was, for its log. One that is only starting would print a traceback of it.
             self._server.send_signal(self._stop_signal if self._is_up else signal.SIGTERM)
+            self._is_ending = True
             self._kill_at = min(self._kill_at, time.monotonic() + STOP_SECONDS)
 
     def _kill_if_due(self) -> None:
         """A server that is stopped (SIGSTOP) or hangs does not end in order."""
         if self._server is not None and time.monotonic() >= self._kill_at:
             hangs = f"its loop has not turned for {self._patience:g} s"
-            cause = "it was told to stop and did not" if self._stopping else hangs
+            cause = "it was told to stop and did not" if self._is_ending else hangs
             log_event("server-killed", level=logging.ERROR, cause=cause)
             self._server.kill()
             self._kill_at = NEVER

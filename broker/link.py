@@ -89,17 +89,22 @@ def wait_for_room(link: socket.socket, seconds: float) -> bool:
     return bool(poller.poll(seconds * 1000))
 
 
+class RecordLost(OSError):
+    """A packet has arrived without its descriptors: this process has too many open."""
+
+
 def receive_item(link: socket.socket) -> Item | None:
     """The next packet, or None at end-of-file. Blocks if the socket does.
 
     Raises:
-        OSError: as `recvmsg`; also if descriptors did not fit (this process has too many open).
+        RecordLost: what it said is lost, what follows is not.
+        OSError: as `recvmsg`.
     """
     packet, descriptors, cut = receive_packet(link, 2 * INLINE_BYTES)
     if cut:
         for descriptor in descriptors:
             os.close(descriptor)
-        raise OSError("a packet of the link arrived cut: too many descriptors are open")
+        raise RecordLost("a packet of the link arrived cut: too many descriptors are open")
     return _item_of(packet, descriptors) if packet else None
 
 

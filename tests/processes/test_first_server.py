@@ -25,7 +25,7 @@ from tests.support.processes import (
 FORK = """
 import os, signal, sys
 from broker.first_server import discard_server, fork_server, take_server
-code = fork_server()
+code = fork_server([])
 if code is not None:
     sys.exit(code)
 server, link = take_server()
@@ -119,6 +119,78 @@ def test_nothing_to_serve(words: list[str], broker_dir: Path) -> None:
     )
     assert "Traceback" not in done.stderr
     assert processes_of(broker_dir) == []
+
+
+def started(broker_dir: Path, before: str) -> subprocess.Popen[str]:
+    """`serve` after some lines of Python."""
+    script = f"""
+import os, signal, sys
+sys.argv = ["weight-broker", "serve", "--device", "simulated", "--dir", {str(broker_dir)!r}]
+from broker.__main__ import run
+{before}
+sys.exit(run())
+"""
+    return subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env={**os.environ, "WEIGHT_BROKER_TEST_LOADER": f"{broker_dir}/no-order"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("moment", ["before", "after_in_parent"])
+def test_interrupt_while_it_forks(moment: str, broker_dir: Path) -> None:
+    """Python drops an interrupt that comes in the middle of a fork: it comes after it."""
+    interrupt = "lambda: os.kill(os.getpid(), signal.SIGINT)"
+    keeper = started(broker_dir, f"os.register_at_fork({moment}={interrupt})")
+    _out, said = keeper.communicate(timeout=20 * SCALE)
+    assert (keeper.returncode, "Traceback" in said) == (130, False), said
+    eventually(lambda: processes_of(broker_dir) == [], 5, "the end of the forked server")
+    assert list(broker_dir.iterdir()) == []
+
+
+def test_system_that_refuses_a_fork(broker_dir: Path) -> None:
+    """Then the first server is started as later ones are."""
+    keeper = started(broker_dir, "def fork(): raise BlockingIOError\nos.fork = fork")
+    server = ask_status(broker_dir)["broker"]["pid"]
+    assert "broker.server_process" in kernel.command_line(server)
+    keeper.terminate()
+    keeper.communicate(timeout=10 * SCALE)
+    assert keeper.returncode == 0
+
+
+def test_ended_children_that_are_ignored(broker_dir: Path) -> None:
+    """Whoever starts a broker may ignore SIGCHLD: it still learns how its servers end."""
+    keeper = started(broker_dir, "signal.signal(signal.SIGCHLD, signal.SIG_IGN)")
+    first = ask_status(broker_dir)["broker"]["pid"]
+    os.kill(first, signal.SIGKILL)
+    wait_until_gone(first)
+    assert ask_status(broker_dir)["broker"]["restarts"] == 1
+    keeper.terminate()
+    _out, said = keeper.communicate(timeout=10 * SCALE)
+    assert (keeper.returncode, "Traceback" in said) == (0, False)
+    assert "server-died exit=-9" in said
+
+
+def test_ready_line_that_cannot_be_written(broker_dir: Path) -> None:
+    """The server has ended, in order, when `serve` says why it does not go on."""
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "broker", "serve", "--device", "simulated", "--dir", broker_dir],
+            cwd=ROOT,
+            env={**os.environ, "WEIGHT_BROKER_TEST_LOADER": f"{broker_dir}/no-order"},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=20 * SCALE,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert processes_of(broker_dir) == []
+    assert "keeper-" not in done.stderr
+    assert done.stderr.endswith("standard output cannot be written (No space left on device)\n")
 
 
 def test_keeper_dies_before_it_needs_the_server() -> None:

@@ -694,6 +694,60 @@ signal.pause()
     assert not is_alive(server)
 
 
+def test_server_killed_before_it_is_up(
+    broker_dir: Path, keep: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """A first server that a signal ends leaves no words of its own: the keeper says so."""
+    keeper = keep("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    _out, said = keeper.communicate(timeout=20 * SCALE)
+    assert keeper.returncode == 1
+    assert 'server-died exit=-9 cause="it never came up"' in said
+    assert nothing_is_left(broker_dir)
+
+
+def test_stop_between_two_servers(keep: Callable[..., subprocess.Popen[str]]) -> None:
+    """A server that hands over while it is told to stop gets no successor; that is no failure."""
+    script = f"{READY}\nimport os, signal\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+    script += "os.write(1, b'waits\\n')\nsignal.pause()"
+    keeper = keep(script)
+    assert keeper.stdout is not None
+    assert {keeper.stdout.readline() for _ in range(2)} == {"the fake server is ready\n", "waits\n"}
+    keeper.terminate()
+    assert keeper.wait(10 * SCALE) == 0
+
+
+LOSES_A_RECORD = r"""
+import os, resource
+if restarts == 0:
+    keeper = os.getppid()
+    limits = resource.prlimit(keeper, resource.RLIMIT_NOFILE)
+    used = len(os.listdir(f"/proc/{keeper}/fd"))
+    resource.prlimit(keeper, resource.RLIMIT_NOFILE, (used, limits[1]))
+    socket.send_fds(link, [b"keep session 1\nlost"], [0])
+    link.send(b"keep lease 1/a\ntold before the end was seen")
+    assert link.recv(65536) == b"end - -\n", "nothing was kept yet"
+    assert link.recv(65536) == b"", "the end of the link"
+    resource.prlimit(keeper, resource.RLIMIT_NOFILE, limits)
+    link.send(b"keep lease 1/b\ntold after it")
+    sys.exit(1)
+while (item := link.recv(65536)) != b"end - -\n":
+    os.write(1, item.split(b"\n")[0] + b"\n")
+link.send(b"ready - -\nagain")
+sys.exit(0)
+"""
+"""A server whose keeper has no descriptor left for a record; its successor prints what it gets."""
+
+
+def test_keeper_that_loses_a_record(keep: Callable[..., subprocess.Popen[str]]) -> None:
+    """What the server has told before it ends is kept, but the one record that had no room."""
+    keeper = keep(READY + LOSES_A_RECORD)
+    out, said = keeper.communicate(timeout=20 * SCALE)
+    assert keeper.returncode == 0, said
+    kept = [line for line in out.splitlines() if line.startswith("item")]
+    assert kept == ["item lease 1/a", "item lease 1/b"]
+    assert said.count("keeper-link-failed") == 1
+
+
 def test_stop_while_the_server_starts(
     broker_dir: Path, keep: Callable[..., subprocess.Popen[str]]
 ) -> None:

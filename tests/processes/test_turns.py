@@ -94,6 +94,19 @@ def test_every_request_is_answered(broker: RunningBroker, peer: Peer, resident: 
     assert entry["leases"] == []
 
 
+def test_answers_come_in_order(broker: RunningBroker, peer: Peer, resident: int) -> None:
+    """A refusal, or an answer that needs no record, does not overtake what was asked before."""
+    with unheard(broker.server_pid()):
+        peer.acquire("a", resident)
+        peer.release("none")
+        peer.acquire("b", resident)
+        peer.dealer.send(b"ping", b"", b"ping", b"")
+        peer.release("a")
+        peer.dealer.send(b"nonsense", b"", b"nonsense", b"")
+    answers = [peer.dealer.receive()[0] for _ in range(6)]
+    assert answers == [b"a", b"release none", b"b", b"ping", b"release a", b"nonsense"]
+
+
 def test_status_in_the_same_turn(broker: RunningBroker, peer: Peer, resident: int) -> None:
     """A request that is decided is answered before `status` tells of the rest."""
     with RawDealer(broker.directory) as asking:
