@@ -31,6 +31,8 @@ from broker.store import check_manifest
 if TYPE_CHECKING:
     from broker.server import Server
 
+PING = [b"ping", b""]
+"""Operation and payload."""
 ENDED = 256
 """Conversations of sessions that have ended, of which late requests are no refusals."""
 REPORT_SECONDS = 0.25
@@ -50,6 +52,8 @@ class Dispatcher:
 
     def handle(self, routing: bytes, frames: list[bytes]) -> None:
         """Answer one request, whatever it is."""
+        if frames[-2:] == PING and self._answer_ping(routing, frames):
+            return
         try:
             self._check_size(frames)
             request = wire.split_request(frames)
@@ -82,6 +86,21 @@ class Dispatcher:
                 ticket.number, InternalError(f"{request.operation} failed in the broker: {error!r}")
             )
         self._broker.retry_later()
+
+    def _answer_ping(self, routing: bytes, frames: list[bytes]) -> bool:
+        """Answer a `ping`, which needs neither ticket nor books and comes most often; False: it is
+        no request as it stands."""
+        began, envelope = time.monotonic(), frames[:-2]
+        if len(frames) > self._broker.config.limits.frames or not wire.is_envelope(envelope):
+            return False
+        session = self._session_of.get(routing)
+        if session is not None:
+            self._broker.tickets.count(session)
+        self._broker.tell_due()  # answers come in the order of the requests
+        self._broker.conversation.reply(routing, [*envelope, *answer(self._pong())])
+        self._broker.measures.answered("ping", None, began)
+        self._broker.retry_later()
+        return True
 
     def _refuse(self, routing: bytes, frames: list[bytes], error: BrokerError) -> None:
         if isinstance(error, NoSession) and routing in self._ended:
@@ -160,8 +179,6 @@ class Dispatcher:
         books = self._broker.books
         session = ticket.session or 0
         match message:
-            case wire.Ping():
-                return self._answer(ticket, self._pong())
             case wire.Status():
                 self._broker.tell_due()
                 return self._answer(ticket, status_report(self._broker))

@@ -58,6 +58,8 @@ class Performing:
     def tell_due(self) -> None:
         """Record what this turn has decided, in one packet, then tell whom it concerns."""
         self._keeper.flush()
+        if not self._due:
+            return
         due, self._due = self._due, []
         for action in due:
             self._when_recorded(action)

@@ -96,7 +96,7 @@ class Tickets:
         if key is not None:
             self._by_key[key] = ticket
         if session is not None:
-            self._asked[session] += 1
+            self.count(session)
             own = self._use.get(session)
             if own is None:
                 own = self._use[session] = _Use()
@@ -142,6 +142,10 @@ class Tickets:
         for ticket in self._open.values():
             if ticket.session == session:
                 ticket.routing = routing
+
+    def count(self, session: int) -> None:
+        """The session has made a request."""
+        self._asked[session] += 1
 
     def asked(self, session: int) -> int:
         """How many requests the session has made."""

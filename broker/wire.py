@@ -13,6 +13,7 @@ below, with the descriptors it announces beside it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -75,7 +76,7 @@ def split_request(frames: list[bytes]) -> Frames:
             f"a request may have {MAX_ENVELOPE_FRAMES + 2} frames at most, this one had more"
         )
     *envelope, word, payload = frames
-    if max(map(len, envelope), default=0) > MAX_ENVELOPE_FRAME_BYTES:
+    if not is_envelope(envelope):
         raise BadRequest(f"an envelope frame may have {MAX_ENVELOPE_FRAME_BYTES} bytes at most")
     if len(payload) > MAX_FRAME_BYTES:
         raise BadRequest(f"a payload may have {MAX_FRAME_BYTES} bytes at most")
@@ -84,11 +85,14 @@ def split_request(frames: list[bytes]) -> Frames:
 
 def envelope_of(frames: list[bytes]) -> tuple[bytes, ...]:
     """The envelope to answer a malformed request with: its own if it can have been one."""
-    envelope = tuple(frames[:-2])
-    fits = len(envelope) <= MAX_ENVELOPE_FRAMES and all(
-        len(frame) <= MAX_ENVELOPE_FRAME_BYTES for frame in envelope
-    )
-    return envelope if fits else ()
+    envelope = frames[:-2]
+    return tuple(envelope) if is_envelope(envelope) else ()
+
+
+def is_envelope(frames: Sequence[bytes]) -> bool:
+    """Whether a request may begin with these frames."""
+    longest = max(map(len, frames), default=0)
+    return len(frames) <= MAX_ENVELOPE_FRAMES and longest <= MAX_ENVELOPE_FRAME_BYTES
 
 
 def _word(frame: bytes) -> str:
