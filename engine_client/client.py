@@ -29,7 +29,7 @@ from engine_client.delivery import check_granted
 from engine_client.devices import check_platform, choose_device
 from engine_client.lease import Lease, attach
 from engine_client.observer import Operator
-from engine_client.progress import progress_printer
+from engine_client.progress import shown
 from engine_client.publisher import Publisher
 from engine_client.session import Session, connect
 from engine_client.stage import Stage
@@ -205,7 +205,7 @@ class EngineClient(Operator, Publisher, Closeable):
         if isinstance(weights, WeightKey):
             demand = _demand_of(weights, demand)
         elif isinstance(weights, str):
-            if "/" in weights:
+            if _is_path(weights):
                 raise BadRequest(f"{weights!r} is no name; a folder is acquire(Checkpoint(path))")
             demand = msgspec.structs.replace(demand, name=weights)
         else:
@@ -214,7 +214,8 @@ class EngineClient(Operator, Publisher, Closeable):
                 f"not {type(weights).__name__}"
             )
         what = demand.name or demand.checkpoint or "weights"
-        return self._acquire(demand, None, None, deadline, progress or progress_printer(what))
+        with shown(progress, what) as show:
+            return self._acquire(demand, None, None, deadline, show)
 
     def _acquire_checkpoint(
         self,
@@ -224,12 +225,12 @@ class EngineClient(Operator, Publisher, Closeable):
         progress: Callable[[wire.Progress], None] | None,
     ) -> WeightSet:
         demand = msgspec.structs.replace(demand, name=checkpoint.name)
-        show = progress or progress_printer(Path(checkpoint.path).name)
         with open_checkpoint(checkpoint.path) as opened:
             config = read_config(opened.folder)
             check_ipc_quant_support(quantization_config_in(config or {}), where="engine")
             source = describe_source(opened, checkpoint.conversion)
-            return self._acquire(demand, source, opened.folder, deadline, show)
+            with shown(progress, Path(checkpoint.path).name) as show:
+                return self._acquire(demand, source, opened.folder, deadline, show)
 
     def _acquire(
         self,
@@ -339,6 +340,11 @@ class EngineClient(Operator, Publisher, Closeable):
             if not weights.is_released and not weights.live_tensors():
                 weights.release()
         self._session.close()
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name, which may have slashes ("team/prod"), looks like a folder's path."""
+    return name.startswith(("/", "./", "../", "~")) or ("/" in name and Path(name).is_dir())
 
 
 def _demand_of(key: WeightKey, demand: wire.Demand) -> wire.Demand:

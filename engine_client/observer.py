@@ -17,7 +17,7 @@ from broker.errors import BadRequest, BrokerLost, RequestTimeout
 from broker.quantization import check_ipc_quant_support, quantization_config_in
 from broker.rundir import default_name
 from engine_client.deadline import Deadline
-from engine_client.progress import progress_printer
+from engine_client.progress import shown
 from engine_client.session import Session, connect
 
 ANSWER_SECONDS = 10.0
@@ -118,8 +118,7 @@ class Observer(Operator, Closeable):
     ) -> wire.Granted:
         """Have a checkpoint loaded, if need be, as the newest generation of a name. Blocks.
 
-        What the grant describes is resident when this returns; this session holds a lease on it
-        until it is closed.
+        What the grant describes is resident when this returns; no lease on it is kept.
 
         Args:
             generation: a label; None: the next number, or the one that this content has already.
@@ -137,13 +136,16 @@ class Observer(Operator, Closeable):
         with open_checkpoint(path) as opened:
             config = read_config(opened.folder)
             check_ipc_quant_support(quantization_config_in(config or {}), where="engine")
-            return self._session.call(
-                "acquire",
-                wire.Acquire("publish", demand, describe_source(opened)),
-                wire.Granted,
-                on_progress=progress_printer(name),
-                deliver=("source", opened.folder),
-            )
+            with shown(None, name) as show:
+                granted: wire.Granted = self._session.call(
+                    "acquire",
+                    wire.Acquire("publish", demand, describe_source(opened)),
+                    wire.Granted,
+                    on_progress=show,
+                    deliver=("source", opened.folder),
+                )
+            self._session.call("release", wire.Release("publish"), wire.Done)
+            return granted
 
     @property
     def session(self) -> int:

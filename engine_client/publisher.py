@@ -28,7 +28,7 @@ from engine_client.claim import HeldClaim
 from engine_client.deadline import Deadline
 from engine_client.lease import Lease, attach
 from engine_client.mapping import compare_canary_once
-from engine_client.progress import progress_printer
+from engine_client.progress import Show, shown
 from engine_client.session import Session
 from engine_client.stage import Stage
 from engine_client.weight_set import WeightSet
@@ -44,8 +44,6 @@ SERVER_TRIES = 3
 """How often `get_or_publish` tries: a claim ends when the broker's server is replaced."""
 GIVE_UP_SECONDS = 2.0
 """How long a publisher that failed waits for the broker to confirm that nothing is left."""
-
-Show: TypeAlias = Callable[[wire.Progress], None]
 
 
 class Publisher:
@@ -138,7 +136,19 @@ class Publisher:
             What `build` raises, in the engine that ran it, and the errors of `publish`.
         """
         own, deadline = self._own_key(key), Deadline(timeout)
-        stage = Stage("another engine's weights", progress or progress_printer(_name_of(key)))
+        with shown(progress, own.name or own.checkpoint) as show:
+            stage = Stage("another engine's weights", show)
+            return self._get_or_publish(own, build, generation, metadata, stage, deadline)
+
+    def _get_or_publish(
+        self,
+        own: WeightKey,
+        build: Callable[[], Publishable],
+        generation: str | None,
+        metadata: Mapping[str, Any] | None,
+        stage: Stage,
+        deadline: Deadline,
+    ) -> WeightSet:
         built: Publishable | None = None
         tries = 0
         while True:
@@ -190,11 +200,21 @@ class Publisher:
             RequestTimeout, OverBudget, BrokerLost.
         """
         own = self._own_key(key)
+        with shown(progress, own.name or own.checkpoint) as show:
+            stage = Stage("the loader's weights", show)
+            return self._get_or_load(own, loader, seconds, stage, Deadline(timeout))
+
+    def _get_or_load(
+        self,
+        own: WeightKey,
+        loader: Callable[[], Publishable],
+        seconds: float,
+        stage: Stage,
+        deadline: Deadline,
+    ) -> WeightSet:
         lease = str(next(self._leases))
         description = _describe(loader)
         descriptor = sealed_memfd("weight-broker-code", wire.encode(_packed(loader, description)))
-        stage = Stage("the loader's weights", progress or progress_printer(_name_of(key)))
-        deadline = Deadline(timeout)
         try:
             granted = self._session.call(
                 "load",
@@ -300,10 +320,6 @@ class Publisher:
         except BrokerError:
             # Evicted meanwhile, or sealed and a lease by now.
             self._withdraw(claim.claim)
-
-
-def _name_of(key: WeightKey | str) -> str:
-    return key if isinstance(key, str) else key.name or key.checkpoint
 
 
 def _describe(loader: Callable[[], object]) -> str:

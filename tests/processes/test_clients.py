@@ -254,13 +254,29 @@ def test_closing_gives_back_what_is_not_used(
     assert slab_mappings() == 0
 
 
-def test_a_path_is_no_name(shared_broker: RunningBroker) -> None:
+@pytest.mark.parametrize("path", ["/models/m", "./m", "there/m"])
+def test_a_path_is_no_name(
+    shared_broker: RunningBroker, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who gives a folder where a name belongs is told how to ask for a folder."""
+    (tmp_path / "there" / "m").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     with (
         shared_broker.client() as client,
-        pytest.raises(BadRequest, match=r"'/models/m' is no name; .*Checkpoint\(path\)"),
+        pytest.raises(BadRequest, match=rf"'{path}' is no name; .*Checkpoint\(path\)"),
     ):
-        client.acquire("/models/m")
+        client.acquire(path)
+
+
+def test_a_name_with_a_slash(shared_broker: RunningBroker, tmp_path: Path) -> None:
+    """Models are called that: what can be published can be acquired."""
+    checkpoint = Checkpoint(small_checkpoint(tmp_path / "c", seed=77), "team/prod")
+    with (
+        shared_broker.client() as client,
+        client.acquire(checkpoint) as named,
+        client.acquire("team/prod") as weights,
+    ):
+        assert weights.set_id == named.set_id
 
 
 def test_empty_tensor_has_empty_memory(shared_broker: RunningBroker, tmp_path: Path) -> None:
