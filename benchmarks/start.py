@@ -121,8 +121,8 @@ def _broker_start(result: Result, rounds: int) -> None:
         ratio = _ratio(times, theirs)
         table.add(name, f"{seconds.scaled(1e3):.0f}", f"{ratio:.2f}")
     table.notes.append(
-        "`serve` is two processes, one after the other: the keeper checks and listens, then starts "
-        "the server. All modules are compiled beforehand, as pip leaves them."
+        "`serve` is two processes that import at the same time: the server is forked first, the "
+        "keeper checks and listens. All modules are compiled beforehand, as pip leaves them."
     )
     memory = Table("Its resident memory when it is ready", ["process", "MB"])
     for name in ("keeper", "server", "both"):

@@ -63,7 +63,8 @@ class WeightKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         name: the line the set belongs to, or "" for a checkpoint that was asked for without one.
-        checkpoint: content identity ("blake3:…"), or "" while a loader is still finding out.
+        checkpoint: content identity ("blake3:…"); "" for what an engine published, and while a
+            loader is still finding out.
         dtype: torch name, several joined with "+" in sorted order where a checkpoint mixes them.
         layout: parallel layout, e.g. {"tp_rank": 0, "tp_size": 2}; empty for the whole model.
         format: who laid the tensors out: "hf", "vllm-0.32.0", …

@@ -152,7 +152,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
                 that gets a stored tensor, and that tensor's. All other places keep what they have.
 
         Raises:
-            Mismatch: with every missing, unexpected and mismatched name; the module is unchanged.
+            BindError: with every missing, unexpected and mismatched name; the module is unchanged.
             UsageError: released, or the module is bound already.
         """
         from engine_client.binding import bind_module

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from broker import UnsupportedPlatformForIPCError, check_ipc_platform_support
+from broker.checkpoints.files import open_checkpoint
+from engine_client import BrokerError
 
 
 def choose_device() -> str:
@@ -29,6 +31,16 @@ def choose_device() -> str:
             flush=True,
         )
         return "simulated"
+
+
+def check_model(path: str) -> None:
+    """End with a sentence unless there is a checkpoint that can be shared and built."""
+    try:
+        open_checkpoint(path).close()
+    except BrokerError as error:
+        sys.exit(f"--model {path}: {error.sentence}")
+    if not (Path(path) / "config.json").exists():
+        sys.exit(f"--model {path}: there is no config.json that says which model to build")
 
 
 def torch_name(device: str) -> str:

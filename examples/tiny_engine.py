@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from _demo import Process, choose_device, running_broker, say, torch_name
+from _demo import Process, check_model, choose_device, running_broker, say, torch_name
 
 from engine_client import Checkpoint, EngineClient, parameters_on_meta
 
@@ -151,6 +151,8 @@ def main() -> None:
     parser.add_argument("--directory", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not options.engine:
+        if options.model:
+            check_model(options.model)
         demonstrate(options)
         return
     torch_name(options.device)

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _demo import Process, choose_device, running_broker, say, torch_name
+from _demo import Process, check_model, choose_device, running_broker, say, torch_name
 from one_engine import default_model
 
 from broker.devices import open_devices
@@ -244,6 +244,7 @@ def main() -> None:
     parser.add_argument("--output", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.model = os.path.abspath(options.model or default_model())
+    check_model(options.model)
     if options.engine:
         engine_main(options)
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from broker.checkpoints.files import OpenCheckpoint
 from broker.checkpoints.identity import fingerprint, stamp_files
 from broker.wire import Conversion, Source
@@ -14,4 +16,5 @@ def describe_source(checkpoint: OpenCheckpoint, conversion: Conversion | None = 
         NotFound, LoadFailed: no usable checkpoint there; the sentence names the file.
     """
     stamps = stamp_files(checkpoint.folder, checkpoint.files, checkpoint.path)
-    return Source(checkpoint.path, checkpoint.only, stamps, fingerprint(stamps), conversion)
+    path = os.path.abspath(checkpoint.path)
+    return Source(path, checkpoint.only, stamps, fingerprint(stamps), conversion)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
 from broker.amounts import human
 from broker.commands.parsing import Commands, Examples, add_command, observe
 from broker.commands.text import table, warn_of_left_off
+from broker.errors import BadRequest
 
 
 def add_to(commands: Commands) -> None:
@@ -23,7 +25,7 @@ def add_to(commands: Commands) -> None:
         ),
         ("publish /models/m --name prod --generation rc1", "the same with a label of one's own"),
     )
-    text = "load a checkpoint as a new generation of a name"
+    text = "make a checkpoint, loaded if need be, the newest generation of a name"
     publish = add_command(
         commands, "publish", publish_checkpoint, text, examples=examples, broker="--broker"
     )
@@ -35,7 +37,10 @@ def add_to(commands: Commands) -> None:
         metavar="NAME",
         help="the name whose newest generation it becomes",
     )
-    publish.add_argument("--generation", help="its label (default: the next number)")
+    publish.add_argument(
+        "--generation",
+        help="its label (default: the next number, or the one that this content has already)",
+    )
     publish.add_argument("--device", metavar="UUID", help="if the broker serves several devices")
 
 
@@ -49,6 +54,8 @@ def list_names(options: argparse.Namespace) -> int:
     elif rows:
         cells = [tuple(str(cell) for cell in row.values()) for row in rows]
         print("\n".join(table(tuple(key.upper() for key in rows[0]), cells)))
+    else:
+        print("no weights have a name here; `status` shows those without", file=sys.stderr)
     return 0
 
 
@@ -59,7 +66,8 @@ def generations_in(report: dict[str, Any]) -> list[dict[str, Any]]:
         names = entry["names"] or {entry["key"]["name"]: "-"}
         for name, label in names.items():
             if name:
-                state = "newest" if name in entry["newest"] else entry["state"]
+                is_newest = name in entry["newest"] and entry["state"] != "draining"
+                state = "newest" if is_newest else entry["state"]
                 rows.append(
                     {
                         "name": name,
@@ -76,6 +84,10 @@ def generations_in(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 def publish_checkpoint(options: argparse.Namespace) -> int:
     """Returns when the generation is resident."""
+    from broker.wire import is_name  # needs msgspec, which not every command does
+
+    if not is_name(options.line):
+        raise BadRequest(f"--name {options.line!r}: give a printable name of 1 to 256 bytes")
     try:
         with observe(options) as client:
             granted = client.publish_checkpoint(

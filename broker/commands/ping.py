@@ -35,7 +35,10 @@ def ping_once(options: argparse.Namespace) -> int:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
     if not 0 < seconds < 86400:
         raise argparse.ArgumentTypeError(f"{text} is no number of seconds to wait")
     return seconds

@@ -50,6 +50,8 @@ def write_report(options: argparse.Namespace) -> int:
     story = tell(entries, until=now if is_running else None, last=options.last)
     shown = [entry for entry in entries if entry.time >= story.begin]
     _write(options.output, render(story, shown, made=now, is_running=is_running))
+    if options.output != "-":
+        print(f"written: {options.output}")
     return 0
 
 

@@ -24,15 +24,17 @@ VERIFY: Examples = (
 
 
 def add_to(commands: Commands) -> None:
-    text = "forget weight sets as soon as nobody leases them"
+    text = "forget weight sets, also pinned ones, as soon as nobody leases them"
     evict = add_command(commands, "evict", evict_sets, text, examples=EVICT)
-    evict.add_argument("set", help="a set's id, name or content identity, as status shows it")
+    evict.add_argument("set", help="a set's id, name or content identity (--name is the broker's)")
     text = "keep weight sets although nobody leases them"
     pin = add_command(commands, "pin", pin_sets, text, examples=PIN)
     text = "let pinned weight sets go when nobody leases them"
     unpin = add_command(commands, "unpin", unpin_sets, text, examples=UNPIN)
     for command in (pin, unpin):
-        command.add_argument("set", help="a set's id, name or content identity")
+        command.add_argument(
+            "set", help="a set's id, name or content identity (--name is the broker's)"
+        )
     text = "digest resident weights and compare with what was loaded"
     verify = add_command(commands, "verify", verify_sets, text, examples=VERIFY)
     verify.add_argument("set", nargs="?", help="a set's id or name; default: every sealed set")
@@ -45,7 +47,10 @@ def evict_sets(options: argparse.Namespace) -> int:
     if gone:
         print(f"evicted: {set_numbers(gone)}")
     if evicted.draining:
-        print(f"evicted when their last lease ends: {set_numbers(evicted.draining)}")
+        print(
+            f"evicted when their last lease ends, unless an engine asks for them before: "
+            f"{set_numbers(evicted.draining)}"
+        )
     return 0
 
 

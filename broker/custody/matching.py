@@ -51,7 +51,8 @@ def mismatch(demand: Demand, record: WeightSet) -> Mismatch | None:
     said = _said(fields, "resident")
     what = f"set {record.id}" + (f" ({', '.join(record.names)})" if record.names else "")
     return Mismatch(
-        f"the resident weights of {what} are not what was asked for: {said}", differing=fields
+        f"the resident weights of {what} are not what was asked for: {said}{_cure(fields)}",
+        differing=fields,
     )
 
 
@@ -63,10 +64,16 @@ def unloadable(demand: Demand) -> Mismatch | None:
         return None
     said = _said(fields, "loaded")
     return Mismatch(
-        f"the broker loads a checkpoint whole and as it is stored: {said}; leave this open, or "
-        "publish the weights from an engine",
+        f"the broker loads a checkpoint whole and as it is stored: {said}{_cure(fields)}; leave "
+        "this open, or publish the weights from an engine",
         differing=fields,
     )
+
+
+def _cure(fields: dict[str, dict[str, Any]]) -> str:
+    """A dtype is part of the checkpoint that is meant: it is converted where it is loaded."""
+    only_dtype = fields.keys() == {"dtype"}
+    return "; for another dtype ask for Checkpoint(path, dtype=…)" if only_dtype else ""
 
 
 def _said(fields: dict[str, dict[str, Any]], ours: str) -> str:

@@ -27,7 +27,7 @@ def over_budget(
     can_help = bool(held) and nbytes <= limit
     return OverBudget(
         f"{_subject(record)} needs {human(nbytes)} on device {device}: of a limit of "
-        f"{human(limit)}, {human(free)} are free, {human(nbytes - free)} too few"
+        f"{human(limit)}, {human(free)} are free or unused, {human(nbytes - free)} too few"
         + (f"; in use: {', '.join(said)}" if said else "")
         + (f" and {counted(more, 'more set')}" if more else "")
         + (f"; release, unpin or evict sets, or {_LARGER}" if can_help else f"; {_LARGER}"),

@@ -99,7 +99,7 @@ def engine_row(engine: EngineStory, axis: Axis) -> Row:
         (span for spans in engine.leases.values() for span in spans), key=lambda span: span.start
     )
     return Row(
-        label=f"engine {engine.pid}",
+        label=f"engine {engine.pid}" if engine.pid else "the broker's own",  # for preloads
         detail=command,
         title=", ".join([*said, leased, _how_long(engine), end, cut(engine.cause)]).rstrip(", "),
         bars=[

@@ -197,6 +197,9 @@ class _Teller:
             self._give_back(engine, set_number, when)
         engine.end, engine.how, engine.cause = when, how, cause
         self._engines.pop(engine.session, None)
+        was_seen_whole = engine.start > self.story.begin
+        if how is End.ORDERLY and was_seen_whole and not engine.leases:
+            self.story.engines.remove(engine)  # a command, mostly: it held nothing
 
     # --- leases ---------------------------------------------------------------------------
 

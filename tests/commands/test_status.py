@@ -83,11 +83,12 @@ def test_80_columns() -> None:
         "no room for DONE, WRITER: a wider terminal or --json shows that",
     ]
     assert lines_of(text, "resident") == [
-        "SET  STATE           NAME        SIZE  TENSORS  ENGINES  AGE  USED  DTYPE",
-        "  2  draining        prod#1  16.0 GiB      291        1  2 h  12 s  bfloat16",
-        "  3  sealed, pinned  prod#2  16.0 GiB      291        2  2 h  12 s  bfloat16",
-        "  4  sealed          -       16.0 GiB      291        0    -     -  bfloat16",
-        "no room for DEVICE, HELD BY, FROM: a wider terminal or --json shows that",
+        "SET  STATE           NAME        SIZE  ENGINES  HELD BY",
+        "  2  draining        prod#1  16.0 GiB        1  vllm-a (pid 1201)",
+        "  3  sealed, pinned  prod#2  16.0 GiB        2  vllm-b (pid 1202), vllm-c (pid…",
+        "  4  sealed          -       16.0 GiB        0  -",
+        "no room for TENSORS, AGE, USED, DTYPE, DEVICE, FROM: a wider terminal or --json",
+        "  shows that",
     ]
     assert lines_of(text, "sessions")[:4] == [
         "SESSION   PID   UID  COMMAND  LABEL    SETS       WAITS  REQUESTS   LAG  AGE",

@@ -20,7 +20,8 @@ def test_a_wrong_dtype_is_refused_at_once() -> None:
         with pytest.raises(
             Mismatch,
             match=r"^the resident weights of set 1 \(m\) are not what was asked for: "
-            r"dtype wanted 'float16', resident 'bfloat16'$",
+            r"dtype wanted 'float16', resident 'bfloat16'; for another dtype ask for "
+            r"Checkpoint\(path, dtype=…\)$",
         ) as error:
             desk.acquire(desk.engine(), dtype="float16", **how)
         assert error.value.differing == {"dtype": {"wanted": "float16", "resident": "bfloat16"}}
@@ -33,7 +34,8 @@ def test_a_wrong_dtype_is_refused_when_the_load_learns_its_own() -> None:
     desk.acquire(desk.engine(), from_=source(1), dtype="float16")
     sentence = (
         "the resident weights of set 1 are not what was asked for: "
-        "dtype wanted 'float16', resident 'bfloat16'"
+        "dtype wanted 'float16', resident 'bfloat16'; for another dtype ask for "
+        "Checkpoint(path, dtype=…)"
     )
     assert desk.reserve(loader.session) == [
         CreateSlab(1, DEVICE, 100),

@@ -41,9 +41,9 @@ def test_over_budget_says_the_numbers() -> None:
         desk.reserve(loader.session, 601)
     assert error.value.sentence == (
         "checkpoint '/models/4' needs 610 B on device GPU-0: of a limit of 1000 B, 600 B are "
-        "free, 10 B too few; in use: set 1 (held): 300 B leased by pid 7 (vllm), set 3: 100 B "
-        "written by session 6; release, unpin or evict sets, or start the broker with a larger "
-        "--memory-limit"
+        "free or unused, 10 B too few; in use: set 1 (held): 300 B leased by pid 7 (vllm), set 3: "
+        "100 B written by session 6; release, unpin or evict sets, or start the broker with a "
+        "larger --memory-limit"
     )
     assert error.value.fields == {
         "requested": 610,

@@ -180,7 +180,11 @@ def test_evict(shared_broker: RunningBroker, checkpoint: Path, capsys: Capture) 
         weights = client.acquire(Checkpoint(checkpoint, "to go"))
         number = weights.set_id
         code, out, _err = run(capsys, "evict", "--dir", directory, "to go")
-        assert (code, out) == (0, f"evicted when their last lease ends: set {number}\n")
+        said = "evicted when their last lease ends, unless an engine asks for them before"
+        assert (code, out) == (0, f"{said}: set {number}\n")
+        _code, out, _err = run(capsys, "list", "--dir", directory)
+        (line,) = [line for line in out.splitlines() if line.startswith("to go")]
+        assert "draining" in line
         weights.release()
         eventually(lambda: number not in set_ids(shared_broker), 1, "the end of the set")
         result = run(capsys, "evict", "--dir", directory, "to go")
@@ -238,6 +242,36 @@ def from_path(broker: RunningBroker, path: Path, state: str) -> list[dict[str, A
 
 def set_ids(broker: RunningBroker) -> list[int]:
     return [entry["id"] for entry in broker.status()["sets"]]
+
+
+def test_publish_keeps_no_lease(
+    shared_broker: RunningBroker, checkpoint: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is published stays without one; where it came from is a whole path, also if it was given
+    from here."""
+    directory = str(shared_broker.directory)
+    step = shared_broker.counts()
+    monkeypatch.chdir(checkpoint.parent)
+    code, out, _err = run(
+        capsys, "publish", checkpoint.name, "--name", "team/made", "--dir", directory
+    )
+    assert (code, out.split(",")[0]) == (0, "team/made: generation 1")
+    (entry,) = [each for each in shared_broker.status()["sets"] if "team/made" in each["names"]]
+    assert (entry["path"], entry["leases"]) == (str(checkpoint), [])
+    assert step.added("leases_reclaimed") == 0
+
+
+def test_publish_without_a_name(checkpoint: Path, broker_dir: Path, capsys: Capture) -> None:
+    """A name that is none is told by its option, before a broker is asked."""
+    result = run(capsys, "publish", str(checkpoint), "--name", "", "--dir", str(broker_dir))
+    check_refused(result, BadRequest.exit_code, "--name ''")
+
+
+def test_list_of_no_names(broker: RunningBroker, capsys: Capture) -> None:
+    """A person is told that there are none; a program gets nothing."""
+    code, out, err = run(capsys, "list", "--dir", str(broker.directory))
+    assert (code, out) == (0, "")
+    assert err == "no weights have a name here; `status` shows those without\n"
 
 
 def test_verify(shared_broker: RunningBroker, checkpoint: Path, capsys: Capture) -> None:

@@ -236,9 +236,9 @@ def test_over_budget_says_who_holds_what(
             client.publish("large", {"w": torch.ones(30000)})
         sentence = (
             "weight set 'large' needs 120.0 KiB on device SIM-0: of a limit of 128.0 KiB, "
-            f"{human(free)} are free, {human(122880 - free)} too few; in use: set 1 (held): "
-            f"{human(held)} leased by pid {engine.pid} (told engine), set 2 (pinned): 4.0 KiB "
-            "(pinned); release, unpin or evict sets, or start the broker with a larger "
+            f"{human(free)} are free or unused, {human(122880 - free)} too few; in use: set 1 "
+            f"(held): {human(held)} leased by pid {engine.pid} (told engine), set 2 (pinned): "
+            "4.0 KiB (pinned); release, unpin or evict sets, or start the broker with a larger "
             "--memory-limit"
         )
         assert error.value.sentence == sentence

@@ -113,6 +113,17 @@ def test_death_and_farewell() -> None:
     assert (trouble.time, trouble.what) == (died, "engine 72 (vllm) died, holding 1 lease")
 
 
+def test_commands_are_no_engines() -> None:
+    """A session that ended in order and never held a lease is none that anybody looks for."""
+    write = begun()
+    with_engine(write, 1, 71)
+    with_engine(write, 2, 72)
+    write("session-ended", session=1, how="closed", cause="closed", leases=0)
+    write("session-ended", session=2, how="died", cause="gone", leases=0)
+    (engine,) = write.story().engines
+    assert (engine.pid, engine.how) == (72, End.DIED)
+
+
 def test_loaders_are_no_engines() -> None:
     """A loader's session is told by its set's bar alone."""
     write = begun()
