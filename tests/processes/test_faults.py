@@ -25,6 +25,7 @@ def context() -> ForkServerContext:
     return nursery()
 
 
+@pytest.mark.timeout(240)  # longer than a world waits: so it can say what has not settled
 def test_faults(context: ForkServerContext) -> None:
     """After each round of harm books, kernel and engines agree, and everybody has an answer."""
     tally = run_world(context, "suite", ROUNDS)
