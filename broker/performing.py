@@ -58,11 +58,11 @@ class Performing:
     def tell_due(self) -> None:
         """Record what this turn has decided, in one packet, then tell whom it concerns."""
         self._keeper.flush()
-        if not self._due:
-            return
-        due, self._due = self._due, []
-        for action in due:
-            self._when_recorded(action)
+        while self._due:  # who is told may have more to decide: a preload pins what it got
+            due, self._due = self._due, []
+            for action in due:
+                self._when_recorded(action)
+            self._keeper.flush()
 
     def _when_recorded(self, action: Action) -> None:
         if self._keeper.is_behind:
