@@ -229,7 +229,7 @@ def test_a_loader_that_has_done_its_work(node: RunningBroker, checkpoint: str) -
     session = started["session"]
     (ended,) = eventually(lambda: log(node, "loader-ended", session=session), 5, "the end")
     assert (ended["level"], ended["how"]) == ("info", "finished")
-    (gone,) = ends(node, session)
+    (gone,) = eventually(lambda: ends(node, session), 5, "the end of its session")
     assert (gone["level"], gone["how"]) == ("info", "closed")
 
 
