@@ -21,6 +21,7 @@ from engine_client.binding import binding_of
 from engine_client.storages import is_shared_address
 from tests.engine_client.drawn import kinds, mappings, modules, named_tensors
 from tests.engine_client.modules import TiedModel
+from tests.support.clock import eventually
 from tests.support.nursery import BornEngine
 from tests.support.torch_engine import described
 
@@ -96,6 +97,12 @@ def test_metadata_arrives(client: EngineClient, onlooker: BornEngine) -> None:
         assert client.acquire("m", copy=True).metadata == arrived
 
 
+def leases_of(client: EngineClient) -> list[str]:
+    """Of the one set that is there."""
+    (entry,) = client.status()["sets"]
+    return [lease["lease"] for lease in entry["leases"]]
+
+
 def test_a_copy_is_private_and_whole(client: EngineClient, onlooker: BornEngine) -> None:
     """With `copy` an engine gets writable tensors with the ties they had, and holds no lease."""
     base = torch.arange(12.0).view(3, 4)
@@ -111,8 +118,7 @@ def test_a_copy_is_private_and_whole(client: EngineClient, onlooker: BornEngine)
         copy = onlooker.ask("copy_of", name="m")
         given = {"generation": weights.generation, "metadata": {"a": 1}}
         assert copy == {"tensors": wanted, **given}
-        (entry,) = client.status()["sets"]
-        assert [lease["lease"] for lease in entry["leases"]] == [weights._lease.granted.lease]
+        eventually(lambda: leases_of(client) == [weights._lease.granted.lease], 5, "its release")
         assert described(dict(weights.tensors())) == wanted  # nobody wrote to the shared ones
 
 
