@@ -77,15 +77,11 @@ class Dispatcher:
             self._broker.perform(self._decide(ticket, message))
         except BrokerError as error:
             self._note_refusal(request.operation, routing, session, error)
-            self._broker.tell_due()
-            self._broker.tickets.reply(ticket.number, error)
+            self._answer(ticket, error)
         except Exception as error:  # noqa: BLE001 - logged whole, and answered
             self._note_internal_error(request.operation, session, error)
-            self._broker.tell_due()
-            self._broker.tickets.reply(
-                ticket.number, InternalError(f"{request.operation} failed in the broker: {error!r}")
-            )
-        self._broker.retry_later()
+            failed = f"{request.operation} failed in the broker: {error!r}"
+            self._answer(ticket, InternalError(failed))
 
     def _answer_ping(self, routing: bytes, frames: list[bytes]) -> bool:
         """Answer a `ping`, which needs neither ticket nor books and comes most often; False: it is
@@ -99,7 +95,6 @@ class Dispatcher:
         self._broker.tell_due()  # answers come in the order of the requests
         self._broker.conversation.reply(routing, [*envelope, *answer(self._pong())])
         self._broker.measures.answered("ping", None, began)
-        self._broker.retry_later()
         return True
 
     def _refuse(self, routing: bytes, frames: list[bytes], error: BrokerError) -> None:
@@ -109,7 +104,6 @@ class Dispatcher:
             self._note_refusal(None, routing, self._session_of.get(routing), error)
         self._broker.tell_due()
         self._broker.conversation.reply(routing, [*wire.envelope_of(frames), *answer(error)])
-        self._broker.retry_later()
 
     def _note_refusal(
         self, operation: str | None, routing: bytes, session: int | None, error: BrokerError
@@ -148,7 +142,6 @@ class Dispatcher:
         pid = self._broker.peers[session].identity.pid
         log_event("request-repeated", session=session, pid=pid)
         self._broker.peers[session].discard(request)
-        self._broker.retry_later()
         return True
 
     def _check_size(self, frames: list[bytes]) -> None:
@@ -241,7 +234,7 @@ class Dispatcher:
                 return actions
         raise InternalError(f"the operation {ticket.operation} is not handled")
 
-    def _answer(self, ticket: Ticket, body: msgspec.Struct) -> list[Action]:
+    def _answer(self, ticket: Ticket, body: msgspec.Struct | BrokerError) -> list[Action]:
         self._broker.tell_due()  # answers come in the order of the requests
         self._broker.tickets.reply(ticket.number, body)
         return []

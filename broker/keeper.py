@@ -30,7 +30,7 @@ from broker.link import (
     RecordLost,
     items_of,
     link_pair,
-    pack_record,
+    packed,
     packet_of,
     receive_item,
     try_send,
@@ -281,14 +281,9 @@ class Keeper:
 
     def _hand_over(self, link: socket.socket) -> None:
         """Wait as long as it takes: a server on a busy machine needs a while before it reads."""
-        options, descriptors, spill = pack_record(self._options, self._listeners.descriptors())
-        try:
-            self._send(
-                link, packet_of("begin", key=str(self.restarts), record=options), descriptors
-            )
-        finally:
-            if spill is not None:
-                os.close(spill)
+        with packed(self._options, self._listeners.descriptors()) as (options, beside):
+            begin = packet_of("begin", key=str(self.restarts), record=options)
+            self._send(link, begin, beside)
         for (kind, key), item in self._kept.items():
             self._send(link, packet_of("item", kind, key, item.record), item.descriptors)
         self._send(link, packet_of("end"), [])

@@ -17,7 +17,7 @@ from broker.link import (
     INLINE_BYTES,
     Item,
     batch_of,
-    pack_record,
+    packed,
     packet_of,
     receive_item,
     try_send,
@@ -194,12 +194,8 @@ class KeeperLink:
         descriptors: Sequence[int] = (),
     ) -> None:
         self.flush()  # nothing is overtaken
-        packed, all_descriptors, spill = pack_record(record, descriptors)
-        try:
-            self._send_packet(packet_of(verb, kind, key, packed), all_descriptors)
-        finally:
-            if spill is not None:
-                os.close(spill)
+        with packed(record, descriptors) as (travelling, beside):
+            self._send_packet(packet_of(verb, kind, key, travelling), beside)
 
     def _send_packet(self, packet: bytes, descriptors: Sequence[int]) -> None:
         if self._is_gone:

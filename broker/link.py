@@ -23,7 +23,8 @@ import errno
 import os
 import select
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from broker.packets import receive_packet
@@ -134,18 +135,23 @@ def items_of(item: Item) -> list[Item]:
     return items
 
 
-def pack_record(record: bytes, descriptors: Sequence[int]) -> tuple[bytes, list[int], int | None]:
-    """The record as it travels, the descriptors, and one of those to close after sending.
+@contextmanager
+def packed(record: bytes, descriptors: Sequence[int]) -> Iterator[tuple[bytes, list[int]]]:
+    """The record as it travels and the descriptors beside it, to be sent in the block.
 
-    A large record becomes a memfd behind the others.
+    A large record becomes a memfd behind the others, which is closed afterwards.
     """
     if len(record) <= INLINE_BYTES:
-        return record, list(descriptors), None
+        yield record, list(descriptors)
+        return
     spill = os.memfd_create("weight-broker-record", os.MFD_CLOEXEC)
-    view = memoryview(record)
-    while view:
-        view = view[os.write(spill, view) :]
-    return _SPILLED, [*descriptors, spill], spill
+    try:
+        view = memoryview(record)
+        while view:
+            view = view[os.write(spill, view) :]
+        yield _SPILLED, [*descriptors, spill]
+    finally:
+        os.close(spill)
 
 
 def unpack_record(item: Item) -> bytes:

@@ -312,14 +312,13 @@ class Server:
         self._performing.perform(actions)
         if actions:
             self._memory_notes.look_soon()
-        self.retry_later()
 
     def tell_due(self) -> None:
-        """Answer everything that is decided."""
+        """Answer everything that is decided; each turn ends with it."""
         self._performing.tell_due()
-        self.retry_later()
+        self._retry_later()
 
-    def retry_later(self) -> None:
+    def _retry_later(self) -> None:
         """Kept replies are tried again until they are gone."""
         if self.conversation.has_unsent and not self._retrying:
             self._retrying = True
@@ -328,7 +327,7 @@ class Server:
     def _retry(self) -> None:
         self._retrying = False
         self.conversation.retry()
-        self.retry_later()
+        self._retry_later()
 
     # --- sessions -------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import compileall
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -64,3 +65,18 @@ def nursery() -> Iterator[Nursery]:
     nursery = Nursery()
     yield nursery
     nursery.close()
+
+
+@pytest.fixture
+def private(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A private directory whose path is short enough for sockets."""
+    folder = tmp_path_factory.mktemp("d")
+    folder.chmod(0o700)
+    return folder
+
+
+@pytest.fixture
+def umask_restored() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)

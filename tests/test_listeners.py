@@ -132,21 +132,6 @@ def test_directory_that_became_public(paths: BrokerPaths, listeners: Listeners) 
 # --- one socket ---------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def private(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A private directory whose path is short enough for sockets."""
-    folder = tmp_path_factory.mktemp("d")
-    folder.chmod(0o700)
-    return folder
-
-
-@pytest.fixture
-def umask_restored() -> Iterator[None]:
-    before = os.umask(0o022)
-    yield
-    os.umask(before)
-
-
 @pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET])
 def test_listener(private: Path, kind: socket.SocketKind) -> None:
     """The listener accepts connections, does not block, and closes on exec."""

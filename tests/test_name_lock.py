@@ -18,14 +18,6 @@ from broker.name_lock import NameLock
 from broker.rundir import BrokerPaths
 
 
-@pytest.fixture
-def private(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A private directory whose path is short enough for sockets."""
-    folder = tmp_path_factory.mktemp("d")
-    folder.chmod(0o700)
-    return folder
-
-
 def test_second_broker_is_told_of_the_first(private: Path) -> None:
     """A name is held by one broker; another gets its process id and start, in this process too."""
     paths = BrokerPaths(private, "x")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,21 +21,6 @@ from broker.rundir import (
 
 UID = os.geteuid()
 ELSEWHERE = "; name another one with --dir or WEIGHT_BROKER_DIR"
-
-
-@pytest.fixture
-def private(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A private directory whose path is short enough for sockets."""
-    folder = tmp_path_factory.mktemp("d")
-    folder.chmod(0o700)
-    return folder
-
-
-@pytest.fixture
-def umask_restored() -> Iterator[None]:
-    before = os.umask(0o022)
-    yield
-    os.umask(before)
 
 
 # --- the directory ------------------------------------------------------------------------------
