@@ -45,8 +45,9 @@ def write_report(options: argparse.Namespace) -> int:
     from broker.report.page import render
     from broker.report.telling import tell
 
-    entries = read_journal(find_journal(options.name, options.directory))
-    now, is_running = time.time(), _is_running(options)
+    journal = find_journal(options.name, options.directory)
+    is_running = _is_running(options)  # before it is read: who answers has written that it serves
+    entries, now = read_journal(journal), time.time()
     story = tell(entries, until=now if is_running else None, last=options.last)
     shown = [entry for entry in entries if entry.time >= story.begin]
     _write(options.output, render(story, shown, made=now, is_running=is_running))

@@ -66,12 +66,18 @@ def life() -> Iterator[Life]:
             server = broker.server_pid()
             os.kill(server, signal.SIGKILL)
             eventually(lambda: "taken-over" in events(broker, restarts=1), 10, "the next server")
+            eventually(lambda: serves(broker), 10, "its line that it serves")
             yield Life(broker, server, engine.pid, report_of(broker))
 
 
 def events(broker: RunningBroker, **facts: object) -> set[str]:
     """The events of its journal that have these facts."""
     return {entry.event for entry in journal(broker) if facts.items() <= entry.facts.items()}
+
+
+def serves(broker: RunningBroker) -> bool:
+    """Whether the journal has the start of the server that answers now."""
+    return "serving" in events(broker, pid=broker.server_pid())
 
 
 def journal(broker: RunningBroker) -> list[Entry]:
