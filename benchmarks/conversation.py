@@ -3,7 +3,9 @@
 Clients are stood for by eight processes at most; each has one request of every client of its own
 under way. A warm cycle is what an engine says to map a checkpoint that is resident and to let go of
 it: the folder's descriptor, `acquire`, `attach`, `release`. Three of them are answered, so the echo
-gets three requests of those sizes for it, although descriptors cost more than bytes.
+gets three requests of those sizes for it, although descriptors cost more than bytes. What they cost
+is shown beside it, without a goal: the same cycle with a server that decides nothing
+(bare_exchange.py), the most that any broker in Python could reach.
 """
 
 from __future__ import annotations
@@ -123,11 +125,11 @@ def echo(path: str, *sizes: str) -> None:
 
 
 @contextmanager
-def running_echo(path: Path, sizes: dict[str, int]) -> Iterator[int]:
-    """The echo in a process of its own: its pid."""
+def running(sizes: dict[str, int], *module: str) -> Iterator[int]:
+    """A baseline's module, with arguments, in a process of its own: its pid."""
     words = [f"{word}={nbytes}" for word, nbytes in sizes.items()]
     process = subprocess.Popen(
-        [sys.executable, "-m", MODULE, "echo", str(path), *words], stdout=subprocess.PIPE, cwd=ROOT
+        [sys.executable, "-m", *module, *words], stdout=subprocess.PIPE, cwd=ROOT
     )
     assert process.stdout is not None  # noqa: S101 - it was asked for
     try:
@@ -146,14 +148,23 @@ class Side:
     """Clients in processes of their own, all of the broker or all of the echo."""
 
     def __init__(
-        self, opened: ExitStack, pid: int, clients: int, address: str, directory: str = ""
+        self,
+        opened: ExitStack,
+        pid: int,
+        *,
+        clients: int,
+        address: Path | None = None,
+        directory: Path | None = None,
     ) -> None:
         self.pid = pid
         processes = min(clients, PROCESSES)
         self._workers = [opened.enter_context(Worker(MODULE)) for _ in range(processes)]
         for worker in self._workers:
             worker.ask(
-                "connect", clients=clients // processes, address=address, directory=directory
+                "connect",
+                clients=clients // processes,
+                address=str(address or f"{directory}/default.zmq"),
+                directory=str(directory or ""),
             )
 
     def run(self, command: str, **arguments: Any) -> dict[str, float]:
@@ -179,9 +190,15 @@ def measure(quick: bool) -> Result:
         with EngineClient("simulated", directory=directory) as client:
             client.acquire(Checkpoint(checkpoint)).release()
         answers = _answer_sizes(directory, checkpoint)
-        with running_echo(directory / "echo", answers) as echo_pid:
+        bare = directory / "bare"
+        bare.mkdir()
+        with (
+            running(answers, MODULE, "echo", f"{directory}/echo") as echo_pid,
+            running(answers, "benchmarks.bare_exchange", str(bare)) as bare_pid,
+        ):
+            pids = {"broker": broker.server, "echo": echo_pid, "bare": bare_pid}
             runs = {
-                clients: _compare(directory, broker, echo_pid, checkpoint, clients, rounds, seconds)
+                clients: _compare(directory, pids, checkpoint, clients, rounds, seconds)
                 for clients in CLIENTS
             }
     _tell(result, runs)
@@ -207,8 +224,7 @@ def _answer_sizes(directory: Path, checkpoint: Path) -> dict[str, int]:
 
 def _compare(
     directory: Path,
-    broker: Broker,
-    echo_pid: int,
+    pids: dict[str, int],
     checkpoint: Path,
     clients: int,
     rounds: int,
@@ -217,14 +233,16 @@ def _compare(
     with open_checkpoint(str(checkpoint)) as opened:
         requests = cycle_requests(describe_source(opened, None))
     with ExitStack() as opened_workers:
-        ours = Side(
-            opened_workers, broker.server, clients, f"{directory}/default.zmq", str(directory)
-        )
-        theirs = Side(opened_workers, echo_pid, clients, f"{directory}/echo")
+        side = partial(Side, opened_workers, clients=clients)
+        ours = side(pids["broker"], directory=directory)
+        theirs = side(pids["echo"], address=directory / "echo")
+        bare = side(pids["bare"], directory=directory / "bare")
+        cycles = {"checkpoint": str(checkpoint), "seconds": seconds}
         cases: dict[str, Callable[[], dict[str, float]]] = {
             "ping": partial(ours.run, "ask", frames=_text(PING), seconds=seconds),
             "echo of pings": partial(theirs.run, "ask", frames=_text(PING), seconds=seconds),
-            "cycle": partial(ours.run, "cycle", checkpoint=str(checkpoint), seconds=seconds),
+            "cycle": partial(ours.run, "cycle", **cycles),
+            "bare cycle": partial(bare.run, "cycle", **cycles),
             "echo of cycles": partial(theirs.run, "ask", frames=_text(requests), seconds=seconds),
         }
         return take_turns(cases, rounds)
@@ -243,7 +261,10 @@ def _tell(result: Result, runs: dict[int, dict[str, list[dict[str, float]]]]) ->
         for what, bound in (("ping", 0.85), ("cycle", 0.7)):
             ours, theirs = cases[what], cases[f"echo of {what}s"]
             ratios = {}
-            for name, side in ((what, ours), (f"echo of {what}s", theirs)):
+            sides = [(what, ours), (f"echo of {what}s", theirs)]
+            if what == "cycle":
+                sides.insert(1, ("bare cycle", cases["bare cycle"]))
+            for name, side in sides:
                 rate, p99, cpu = (
                     spread([run[key] for run in side]) for key in ("rate", "p99", "cpu")
                 )
@@ -269,7 +290,8 @@ def _tell(result: Result, runs: dict[int, dict[str, list[dict[str, float]]]]) ->
         }
     table.notes.append(
         "Ratios are medians of the rounds' ratios. The server's processor time is of all its "
-        "threads, libzmq's included; the keeper's is not in it."
+        "threads, libzmq's included; the keeper's is not in it. Bare cycle: the same messages, "
+        "descriptors and records with a server that decides nothing."
     )
     result.tables.append(table)
 

@@ -25,6 +25,8 @@ from broker.loop import Loop
 
 _NOW = int(zmq.DONTWAIT)
 _NOW_AND_MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
+_EVENTS = int(zmq.EVENTS)
+_POLLIN = int(zmq.POLLIN)
 """Plain numbers: to combine pyzmq's own flags costs as much as to send a frame."""
 RECEIVE_HIGH_WATER = 16
 """Requests of one connection that libzmq reads ahead; the rest waits in its socket."""
@@ -93,6 +95,10 @@ class Conversation:
         self._context.set(zmq.MAX_SOCKETS, 8)
         _make_routing_ids_unpredictable()
         self._router = self._context.socket(zmq.ROUTER)
+        # As of the class that pyzmq's own extends by arguments which nobody here gives: what they
+        # cost is as much as the rest of a call.
+        self._recv = super(zmq.Socket, self._router).recv
+        self._send = super(zmq.Socket, self._router).send
         self._router.set(zmq.LINGER, 200)
         self._router.set(zmq.ROUTER_MANDATORY, 1)
         self._router.set(zmq.RCVHWM, RECEIVE_HIGH_WATER)
@@ -114,29 +120,45 @@ class Conversation:
         self._router.bind(f"ipc://{path}")
         self._unsent: dict[bytes, _Unsent] = {}
         self._skipping: bytes | None = None
+        self._is_settled = False
+        """There is no request, and the descriptor will tell of the next one."""
 
     def fileno(self) -> int:
-        """ZeroMQ's own descriptor: edge-triggered, so drain until `receive` says None."""
+        """ZeroMQ's own descriptor, for `on_readable`: edge-triggered, and whatever is done with the
+        socket, sending too, takes an edge away. Wait for it only when `has_request` has said no."""
         descriptor = self._router.getsockopt(zmq.FD)
         return int(descriptor)
+
+    def on_readable(self, _events: int) -> None:
+        """A request may have come."""
+        self._is_settled = False
+
+    @property
+    def has_request(self) -> bool:
+        """Whether `receive` has to be called again."""
+        if self._skipping is not None:
+            return True
+        if not self._is_settled:
+            self._is_settled = not int(self._router.get(_EVENTS)) & _POLLIN
+        return not self._is_settled
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
         """The next request as (routing id, frames), or None if there is none.
 
         A request with more frames than allowed comes back cut one frame past the limit; the rest is
-        dropped without being kept, a part of it at every call; until then there is no other
-        (`is_skipping`).
+        dropped without being kept, a part of it at every call; until then there is no other.
         """
-        if self._skipping is not None and self._skip():
+        if self._is_settled or (self._skipping is not None and self._skip()):
             return None
         try:
-            frame = self._router.recv(_NOW, copy=False)
+            frame = self._recv(_NOW, False)
         except zmq.Again:
+            self._is_settled = True
             return None
         routing = frame.bytes
         frames: list[bytes] = []
         if frame.more and not self.connections.knows(routing):
-            frame = self._router.recv(_NOW, copy=False)
+            frame = self._recv(_NOW, False)
             with contextlib.suppress(zmq.ZMQError):  # its connection is gone already
                 self.connections.introduce(routing, int(frame.get(zmq.SRCFD)))
             frames.append(frame.bytes)
@@ -144,17 +166,12 @@ class Conversation:
             if len(frames) > self._limits.frames:
                 self._skipping = routing
                 break
-            frame = self._router.recv(_NOW, copy=False)
+            frame = self._recv(_NOW, False)
             frames.append(frame.bytes)
         else:
             self.connections.finished(routing)
         self._count("requests", "largest_request_bytes", sum(map(len, frames)))
         return routing, frames
-
-    @property
-    def is_skipping(self) -> bool:
-        """Whether `receive` has to be called again, though it had nothing."""
-        return self._skipping is not None
 
     def _skip(self) -> bool:
         """Drop frames of the request that has too many; true if some may remain."""
@@ -236,11 +253,13 @@ class Conversation:
 
     def _try_send(self, routing: bytes, frames: list[bytes]) -> bool:
         """False if the peer's queue is full. Everything is bytes already: nothing raises midway."""
+        self._is_settled = False
         try:
-            self._router.send(routing, _NOW_AND_MORE)
+            send = self._send
+            send(routing, _NOW_AND_MORE)
             for frame in frames[:-1]:
-                self._router.send(frame, _NOW_AND_MORE)
-            self._router.send(frames[-1], _NOW)
+                send(frame, _NOW_AND_MORE)
+            send(frames[-1], _NOW)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:

@@ -133,11 +133,19 @@ def log_event(
     exc_info: ExceptionInfo | None = None,
     **facts: object,
 ) -> None:
-    """Write one line. `None` facts are left out. From the loop's thread.
+    """Write one line, if `may_log`. `None` facts are left out. From the loop's thread.
+
+    Handlers find event and facts apart as `event` and `facts` of the record.
+    """
+    if may_log(event):
+        log_allowed(event, level=level, exc_info=exc_info, **facts)
+
+
+def may_log(event: str) -> bool:
+    """Whether a line of this event may be written now; to be asked once for each.
 
     Past `BURST_LINES` at once, `LINES_A_SECOND` go through; the next that does says how many did
-    not (`suppressed=`). Counters count them all. Handlers find both apart as `event` and `facts` of
-    the record.
+    not (`suppressed=`). Counters count them all.
     """
     now = clock()
     bucket = _buckets.get(event)
@@ -147,8 +155,21 @@ def log_event(
     bucket.filled = now
     if bucket.lines < 1:
         bucket.suppressed += 1
-        return
+        return False
     bucket.lines -= 1
+    return True
+
+
+def log_allowed(
+    event: str,
+    /,
+    *,
+    level: int = logging.INFO,
+    exc_info: ExceptionInfo | None = None,
+    **facts: object,
+) -> None:
+    """As `log_event`, after `may_log` has said yes: for who gathers the facts only then."""
+    bucket = _buckets[event]
     if bucket.suppressed:
         facts["suppressed"] = bucket.suppressed
         bucket.suppressed = 0

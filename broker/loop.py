@@ -66,7 +66,7 @@ class Loop:
 
         Args:
             drain: handles pending input that epoll does not report by level (a ZeroMQ socket's
-                descriptor is edge-triggered); true if it left some for the next turn.
+                descriptor is edge-triggered); true if there is some for the next turn.
         """
         self._running = True
         while self._running:

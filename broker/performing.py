@@ -30,7 +30,7 @@ from broker.custody.actions import (
     Tell,
 )
 from broker.errors import BrokerError, InternalError
-from broker.logs import log_event
+from broker.logs import log_allowed, may_log
 
 if TYPE_CHECKING:
     from broker.server import Server
@@ -118,14 +118,16 @@ class Performing:
         """For people, for `status` and for metrics."""
         self._broker.times.note(event, detail)
         self._broker.measures.note(event, detail)
+        if not may_log(event):
+            return
         session = detail.get("session")
         peer = self._broker.peers.get(session) if isinstance(session, int) else None
         if peer is None:
-            log_event(event, level=level, **detail)
+            log_allowed(event, level=level, **detail)
             return
         identity = peer.identity
         whose = {"pid": identity.pid, "command": identity.command, "label": peer.label or None}
-        log_event(event, level=level, **{**detail, **whose})
+        log_allowed(event, level=level, **{**detail, **whose})
 
     def _on_device(
         self, set_id: int, call: Callable[[], None], then: Callable[[int], list[Action]]

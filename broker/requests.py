@@ -190,8 +190,12 @@ class Tickets:
         self._conversation.reply(ticket.routing, [*ticket.envelope, *frames])
 
     def _remember(self, ticket: Ticket, frames: list[bytes]) -> None:
-        if ticket.key is not None:
-            self._answers.setdefault(ticket.key[0], _Answers()).add(ticket.key, frames)
+        if ticket.key is None:
+            return
+        answers = self._answers.get(ticket.key[0])
+        if answers is None:
+            answers = self._answers[ticket.key[0]] = _Answers()
+        answers.add(ticket.key, frames)
 
     def tell(self, number: int, body: msgspec.Struct) -> None:
         """A progress message ahead of the answer; dropped if the peer does not read."""

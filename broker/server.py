@@ -121,7 +121,7 @@ class Server:
         self._take_over(inherited)
         self._reception = Reception(self, sessions)
         self._metrics = serve_metrics(self, inherited.listeners.get(METRICS))
-        self.loop.add(self.conversation.fileno(), READ, lambda _events: None)
+        self.loop.add(self.conversation.fileno(), READ, self.conversation.on_readable)
         self.loop.add(self.keeper.fileno(), READ, self._on_keeper)
         self.keeper.on_behind(lambda: self.loop.modify(self.keeper.fileno(), READ | WRITE))
 
@@ -291,18 +291,20 @@ class Server:
     # --- requests -------------------------------------------------------------------------
 
     def _drain(self) -> bool:
-        """Requests that have come, then the answers of this turn."""
-        more = self._handle_requests()
+        """Requests that have come, then the answers of this turn; true if there are more."""
+        self._handle_requests()
         self.tell_due()
-        return more
+        return self.conversation.has_request
 
-    def _handle_requests(self) -> bool:
-        for _ in range(RECEIVE_BATCH):
+    def _handle_requests(self) -> None:
+        for already in range(RECEIVE_BATCH):
             received = self.conversation.receive()
             if received is None:
-                return self.conversation.is_skipping
+                return
             self.dispatcher.handle(*received)
-        return True
+            # Most turns have one request: to ask for another costs less than to find none.
+            if not already and not self.conversation.has_request:
+                return
 
     def perform(self, actions: list[Action]) -> None:
         """Carry out what the books decided (performing.py). Nothing any more once the end has

@@ -27,8 +27,6 @@ from broker.packets import MAX_DESCRIPTORS, receive_packet
 SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
 PROCESS_ENDED = "its process has ended"
 WITHOUT_A_WORD = "it ended without closing its session"
-RECEIVE_BATCH = 64
-"""Packets of one session handled before others get their turn."""
 SPARE_DESCRIPTORS = 96
 """Kept free of delivered ones."""
 MAX_AHEAD = 1024
@@ -195,12 +193,13 @@ class SessionPeer:
 
     def _process_ended(self) -> None:
         """It may have said something just before, of which the loop has not been told yet."""
-        self._on_event(READ)
+        self._on_event(READ, MAX_AHEAD)
         self._end(PROCESS_ENDED)
 
-    def _on_event(self, events: int) -> None:
+    def _on_event(self, events: int, packets: int = 1) -> None:
+        """One packet a turn: whether there is another, epoll says for less."""
         try:
-            self._handle_events(events)
+            self._handle_events(events, packets)
         except Exception as error:  # noqa: BLE001 - logged whole; the others are served
             log_event(
                 "internal-error",
@@ -212,13 +211,13 @@ class SessionPeer:
             )
             self._end("the broker failed to handle its packets")
 
-    def _handle_events(self, events: int) -> None:
+    def _handle_events(self, events: int, packets: int) -> None:
         if events & WRITE:
             self._flush()
         if events & HUNG_UP and self._unsent:
             self._end(WITHOUT_A_WORD)
         if events & (READ | HUNG_UP):
-            for _ in range(RECEIVE_BATCH):
+            for _ in range(packets):
                 if not self._receive():
                     break
 
