@@ -66,12 +66,7 @@ class BrokerConfig:
 
     def __post_init__(self) -> None:
         self._check_places()
-        if self.device != SIMULATED and not means_gpus(self.device):
-            raise BadRequest(
-                f"--device {self.device}: choose auto, cuda or simulated, or name GPUs by number "
-                "(cuda:1) or UUID, several separated by commas",
-                setting="device",
-            )
+        check_device(self.device)
         if self.loader_threads < 1:
             raise BadRequest("--loader-threads must be at least 1", setting="loader-threads")
         if self.loader_threads > MOST_LOADER_THREADS:
@@ -162,3 +157,16 @@ def _no_limit(text: str, why: str) -> BadRequest:
         "device's memory, up to 100%",
         setting="memory-limit",
     )
+
+
+def check_device(device: str) -> None:
+    """Raise `BadRequest` unless the name, or each of several, is one that a device can have."""
+    if device != SIMULATED and not means_gpus(device):
+        from broker.suggest import did_you_mean  # only mistakes need it
+
+        near = did_you_mean(device, (AUTO, "cuda", SIMULATED))
+        raise BadRequest(
+            f"--device {device}: {near and near + ' '}choose auto, cuda or simulated, or name GPUs "
+            "by number (cuda:1) or UUID, several separated by commas",
+            setting="device",
+        )

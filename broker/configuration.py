@@ -83,6 +83,8 @@ class Configuration:
     def _broker_config(self) -> BrokerConfig:
         values = {name: found.value for name, found in self.settings.items()}
         directory, group = values["dir"], values["group"]
+        if directory == "":
+            raise BadRequest("--dir is empty: name a directory, or leave it off", setting="dir")
         return BrokerConfig(
             name=values["name"],
             directory=None if directory is None else Path(directory),

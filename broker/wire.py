@@ -634,7 +634,7 @@ def encode(message: msgspec.Struct) -> bytes:
     """The message as it travels.
 
     Raises:
-        BadRequest: a text or number in it is none that can.
+        BadRequest: a text, a number or a value of another type in it is none that can.
     """
     try:
         return _encoder.encode(message)
@@ -647,6 +647,8 @@ def encode(message: msgspec.Struct) -> bytes:
         raise BadRequest(
             f"{type(message).__name__.lower()}: a number has more than 64 bits"
         ) from error
+    except TypeError as error:
+        raise BadRequest(f"{type(message).__name__.lower()}: {error}") from error
 
 
 def as_plain(message: msgspec.Struct) -> dict[str, Any]:

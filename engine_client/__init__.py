@@ -18,14 +18,17 @@ if TYPE_CHECKING:
     from broker.errors import BrokerNotFound as BrokerNotFound
     from broker.errors import Busy as Busy
     from broker.errors import Cancelled as Cancelled
+    from broker.errors import InternalError as InternalError
     from broker.errors import LoadFailed as LoadFailed
     from broker.errors import Mismatch as Mismatch
+    from broker.errors import NoSession as NoSession
     from broker.errors import NotFound as NotFound
     from broker.errors import OverBudget as OverBudget
     from broker.errors import ProtocolMismatch as ProtocolMismatch
     from broker.errors import RequestTimeout as RequestTimeout
     from broker.errors import ShuttingDown as ShuttingDown
     from broker.errors import StaleEpoch as StaleEpoch
+    from broker.errors import UnknownOperation as UnknownOperation
     from broker.errors import UnsupportedPlatformForIPCError as UnsupportedPlatformForIPCError
     from broker.errors import UnsupportedQuantForIPCError as UnsupportedQuantForIPCError
     from broker.errors import UsageError as UsageError
@@ -56,14 +59,17 @@ _HOMES = {
             "BrokerNotFound",
             "Busy",
             "Cancelled",
+            "InternalError",
             "LoadFailed",
             "Mismatch",
+            "NoSession",
             "NotFound",
             "OverBudget",
             "ProtocolMismatch",
             "RequestTimeout",
             "ShuttingDown",
             "StaleEpoch",
+            "UnknownOperation",
             "UnsupportedPlatformForIPCError",
             "UnsupportedQuantForIPCError",
             "UsageError",

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from broker.errors import UsageError
 from engine_client.construction import parameters_on_meta
 from engine_client.guard import WriteGuard, guard_load_state_dict
 from engine_client.matching import Place, Plan, plan_bind, walk
@@ -123,9 +124,11 @@ def bind_module(
     Raises:
         BindError: names, shapes, dtypes or ties do not fit; lists all of them. The module is as it
             was.
-        UsageError: the module is bound already, or the weights were released; or `names` gives one
-            stored tensor to two places that are not tied.
+        UsageError: it is no module, or bound already, or the weights were released; or `names`
+            gives one stored tensor to two places that are not tied.
     """
+    if not isinstance(module, Module):
+        raise UsageError(f"only a torch module can be bound, not {type(module).__name__}")
     with _no_collection():
         plan = plan_bind(module, tensors, prefix, ignore, names)
         views = tensors.take(plan.names + list(plan.tied))

@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from broker.errors import UsageError
 from broker.wire import Conversion
+from engine_client.dtypes import dtype_name
+
+if TYPE_CHECKING:
+    from engine_client.dtypes import Dtype
 
 
 @dataclass(frozen=True)
@@ -19,14 +24,25 @@ class Checkpoint:
             a descriptor.
         name: makes the weights a generation of the line of that name; None: of no line.
         dtype: what floating-point tensors are converted to as they are loaded, once per node; that
-            is a weight set of its own. float16, bfloat16, float32 or float64; None: as stored.
+            is a weight set of its own. float16, bfloat16, float32 or float64, by name or torch's
+            own; None: as stored.
         exceptions: tensors that get another dtype, by stored name. Only with `dtype`.
+
+    Raises:
+        UsageError: the path or a dtype is of a type that cannot be one.
     """
 
     path: str | os.PathLike[str]
     name: str | None = None
-    dtype: str | None = None
-    exceptions: Mapping[str, str] = field(default_factory=dict, hash=False)
+    dtype: Dtype | None = None
+    exceptions: Mapping[str, Dtype] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        try:
+            os.fspath(self.path)
+        except TypeError as error:
+            raise UsageError(f"Checkpoint: the path cannot be one: {error}") from error
+        _ = self.conversion
 
     @property
     def conversion(self) -> Conversion | None:
@@ -39,4 +55,8 @@ class Checkpoint:
             if self.exceptions:
                 raise UsageError("Checkpoint: exceptions say nothing without a dtype")
             return None
-        return Conversion(self.dtype, tuple(sorted(self.exceptions.items())))
+        exceptions = {
+            name: dtype_name(dtype, f"the dtype of {name!r}")
+            for name, dtype in self.exceptions.items()
+        }
+        return Conversion(dtype_name(self.dtype), tuple(sorted(exceptions.items())))

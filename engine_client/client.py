@@ -16,7 +16,7 @@ import msgspec
 from broker import wire
 from broker.checkpoints.describe import describe_source
 from broker.checkpoints.files import open_checkpoint
-from broker.checkpoints.model_config import read_config
+from broker.checkpoints.model_config import config_of
 from broker.closing import Closeable
 from broker.device_names import AUTO
 from broker.errors import BadRequest, BrokerError, RequestTimeout
@@ -27,6 +27,7 @@ from engine_client.checkpoint import Checkpoint
 from engine_client.deadline import Deadline
 from engine_client.delivery import check_granted
 from engine_client.devices import check_platform, choose_device
+from engine_client.dtypes import dtype_name
 from engine_client.lease import Lease, attach
 from engine_client.observer import Operator
 from engine_client.progress import shown
@@ -37,6 +38,7 @@ from engine_client.watching import Watch, Watches
 from engine_client.weight_set import WeightSet
 
 if TYPE_CHECKING:
+    from engine_client.dtypes import Dtype
     from engine_client.swapping import PrivateWeights
 
 CANCEL_SECONDS = 2.0
@@ -115,7 +117,7 @@ class EngineClient(Operator, Publisher, Closeable):
         self,
         weights: Checkpoint | WeightKey | str,
         *,
-        dtype: str | None = None,
+        dtype: Dtype | None = None,
         layout: Mapping[str, int] | None = None,
         format: str | None = None,
         quantization: str | None = None,
@@ -130,7 +132,7 @@ class EngineClient(Operator, Publisher, Closeable):
         self,
         weights: Checkpoint | WeightKey | str,
         *,
-        dtype: str | None = None,
+        dtype: Dtype | None = None,
         layout: Mapping[str, int] | None = None,
         format: str | None = None,
         quantization: str | None = None,
@@ -144,7 +146,7 @@ class EngineClient(Operator, Publisher, Closeable):
         self,
         weights: Checkpoint | WeightKey | str,
         *,
-        dtype: str | None = None,
+        dtype: Dtype | None = None,
         layout: Mapping[str, int] | None = None,
         format: str | None = None,  # noqa: A002 - the key's own word
         quantization: str | None = None,
@@ -171,6 +173,7 @@ class EngineClient(Operator, Publisher, Closeable):
 
         Raises:
             NotFound, LoadFailed, UnsupportedQuantForIPCError: the checkpoint cannot be served.
+            Cancelled: somebody has evicted the weights while they were loaded; ask again.
             Mismatch: what is resident differs from what is demanded; `differing` names the fields.
             OverBudget: it does not fit.
             RequestTimeout: names the stage; the request is withdrawn and no lease is left.
@@ -179,7 +182,7 @@ class EngineClient(Operator, Publisher, Closeable):
         deadline = Deadline(timeout)
         demand = wire.Demand(
             device=self._device.properties.uuid,
-            dtype=dtype,
+            dtype=None if dtype is None else dtype_name(dtype),
             layout=None if layout is None else dict(layout),
             format=format,
             quantization=quantization,
@@ -226,7 +229,7 @@ class EngineClient(Operator, Publisher, Closeable):
     ) -> WeightSet:
         demand = msgspec.structs.replace(demand, name=checkpoint.name)
         with open_checkpoint(checkpoint.path) as opened:
-            config = read_config(opened.folder)
+            config = config_of(opened)
             check_ipc_quant_support(quantization_config_in(config or {}), where="engine")
             source = describe_source(opened, checkpoint.conversion)
             with shown(progress, Path(checkpoint.path).name) as show:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import time
 
-from broker.errors import RequestTimeout
+from broker.errors import RequestTimeout, UsageError
 
 
 class Deadline:
-    """`seconds` from now; None never comes."""
+    """`seconds` from now; None never comes.
+
+    Raises:
+        UsageError: it is no number, or a negative one.
+    """
 
     def __init__(self, seconds: float | None) -> None:
+        if seconds is not None and not (isinstance(seconds, int | float) and seconds >= 0):
+            raise UsageError(f"timeout must be seconds, 0 or more, or None, not {seconds!r:.40}")
         self.seconds = seconds
         self._at = None if seconds is None else time.monotonic() + seconds
 

@@ -11,7 +11,7 @@ from typing import Any
 from broker import wire
 from broker.checkpoints.describe import describe_source
 from broker.checkpoints.files import open_checkpoint
-from broker.checkpoints.model_config import read_config
+from broker.checkpoints.model_config import config_of
 from broker.closing import Closeable
 from broker.errors import BadRequest, BrokerLost, RequestTimeout
 from broker.quantization import check_ipc_quant_support, quantization_config_in
@@ -134,7 +134,7 @@ class Observer(Operator, Closeable):
             raise BadRequest(f"this broker serves {', '.join(served)}: say on which with --device")
         demand = wire.Demand(device=device or served[0], name=name, generation=generation)
         with open_checkpoint(path) as opened:
-            config = read_config(opened.folder)
+            config = config_of(opened)
             check_ipc_quant_support(quantization_config_in(config or {}), where="engine")
             with shown(None, name) as show:
                 granted: wire.Granted = self._session.call(

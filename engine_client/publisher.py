@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import cloudpickle
@@ -35,6 +36,8 @@ from engine_client.weight_set import WeightSet
 
 if TYPE_CHECKING:
     import torch
+
+    from engine_client.publishing import Publication
 
     Publishable: TypeAlias = torch.nn.Module | Mapping[str, torch.Tensor]
 
@@ -97,11 +100,12 @@ class Publisher:
             BrokerLost.
         """
         own, deadline = self._own_key(key), Deadline(timeout)
+        publication = _plan(weights, metadata)  # a mistake in it concerns nobody else
         stage = Stage("the right to publish")
         claim = self._claim(own, generation, fresh=True, stage=stage, deadline=deadline)
         if isinstance(claim, WeightSet):
             raise InternalError("the broker granted a lease on what was to be published anew")
-        return self._write(claim, weights, metadata, deadline)
+        return self._write(claim, weights, lambda: publication, deadline)
 
     def get_or_publish(
         self,
@@ -158,7 +162,8 @@ class Publisher:
             if built is None:
                 built = self._build(claim, build)
             try:
-                return self._write(claim, built, metadata, Deadline(None))
+                plan = partial(_plan, built, metadata)
+                return self._write(claim, built, plan, Deadline(None))
             except StaleEpoch:
                 tries += 1
                 if tries == SERVER_TRIES:
@@ -234,6 +239,8 @@ class Publisher:
 
     def _own_key(self, key: WeightKey | str) -> WeightKey:
         uuid = self._device.properties.uuid
+        if key == "":
+            raise UsageError("the name of what is to be published is empty")
         if isinstance(key, str):
             return WeightKey(device=uuid, name=key, format="published")
         if not isinstance(key, WeightKey):
@@ -275,14 +282,14 @@ class Publisher:
         self,
         claim: HeldClaim,
         weights: Publishable,
-        metadata: Mapping[str, Any] | None,
+        plan: Callable[[], Publication],
         deadline: Deadline,
     ) -> WeightSet:
         """Fill and seal a claim, map it, and rebind a module."""
         from engine_client.publishing import rebind
 
         try:
-            granted = self._fill(claim, weights, metadata, deadline)
+            granted = self._fill(claim, plan, deadline)
             held = self._hold(attach(self._session, self._device, granted, deadline))
         except BaseException as error:
             self._give_up(claim, _publisher_failed(error))
@@ -293,15 +300,14 @@ class Publisher:
     def _fill(
         self,
         claim: HeldClaim,
-        weights: Publishable,
-        metadata: Mapping[str, Any] | None,
+        plan: Callable[[], Publication],
         deadline: Deadline,
     ) -> wire.Granted:
         """Everything between the claim and the lease that it becomes."""
-        from engine_client.publishing import plan_publication, write_publication
+        from engine_client.publishing import write_publication
 
         compare_canary_once(self._session, self._device, deadline)
-        publication = plan_publication(weights, metadata)
+        publication = plan()
         reserving = claim.reserve(publication.manifest, publication.dtype, deadline=deadline)
         with reserving as (slab, nbytes):
             report = claim.reporter("copying")
@@ -320,6 +326,12 @@ class Publisher:
         except BrokerError:
             # Evicted meanwhile, or sealed and a lease by now.
             self._withdraw(claim.claim)
+
+
+def _plan(weights: Publishable, metadata: Mapping[str, Any] | None) -> Publication:
+    from engine_client.publishing import plan_publication
+
+    return plan_publication(weights, metadata)
 
 
 def _describe(loader: Callable[[], object]) -> str:

@@ -9,8 +9,8 @@ import json
 import os
 from typing import Any
 
-from broker.checkpoints.faults import load_failed, quoted
-from broker.checkpoints.files import open_regular
+from broker.checkpoints.faults import load_failed, quoted, told_of
+from broker.checkpoints.files import OpenCheckpoint, open_regular
 from broker.checkpoints.index import read_small_file
 
 CONFIG_FILE = "config.json"
@@ -18,6 +18,12 @@ MAX_CONFIG_BYTES = 16 << 20
 """Far above any seen; the label maps of large classifiers have some hundred kB."""
 
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
+
+
+def config_of(checkpoint: OpenCheckpoint) -> dict[str, Any] | None:
+    """As `read_config`, of a checkpoint that errors name."""
+    with told_of(checkpoint.path):
+        return read_config(checkpoint.folder)
 
 
 def read_config(folder: int) -> dict[str, Any] | None:

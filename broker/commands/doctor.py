@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from broker.amounts import human
 from broker.commands.parsing import Commands, Examples, add_device, add_plain
+from broker.config import check_device
 from broker.device_names import AUTO
 from broker.errors import UnsupportedPlatformForIPCError
 
@@ -27,7 +28,10 @@ def add_to(commands: Commands) -> None:
 
 
 def check_machine(options: argparse.Namespace) -> int:
-    return examine(",".join(options.device or [AUTO]))
+    """Raises `BadRequest` for a device's name that is none, as `serve` does."""
+    device = ",".join(options.device or [AUTO])
+    check_device(device)
+    return examine(device)
 
 
 def examine(device: str, out: TextIO | None = None, probe: Probe | None = None) -> int:

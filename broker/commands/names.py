@@ -17,7 +17,7 @@ def add_to(commands: Commands) -> None:
     examples: Examples = (("list", "every name and its generations, the newest last"),)
     text = "show names and their generations"
     names = add_command(commands, "list", list_names, text, examples=examples)
-    names.add_argument("--json", action="store_true", help="as one JSON object")
+    names.add_argument("--json", action="store_true", help="as a JSON array")
     examples = (
         (
             "publish /models/m --name prod",

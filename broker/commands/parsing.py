@@ -47,12 +47,18 @@ def add_command(
     )
     parser.add_argument(
         "--dir",
-        type=Path,
+        type=_directory,
         dest="directory",
         metavar="PATH",
         help=f"directory of its sockets (default: ${DIRECTORY_VARIABLE} or the user's own)",
     )
     return parser
+
+
+def _directory(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty: name a directory, or leave it off")
+    return Path(text)
 
 
 def add_plain(

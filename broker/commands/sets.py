@@ -15,6 +15,8 @@ EVICT: Examples = (
     ("evict 3", "set 3, as status numbers them"),
     ("evict prod", "every set that has this name"),
 )
+EVICT_NOTES = """\
+A set that is being loaded or published ends at once; who waits for it is told so."""
 PIN: Examples = (("pin prod", "also when memory is needed, or a newer generation comes"),)
 UNPIN: Examples = (("unpin prod", "they stay until memory is needed or they are superseded"),)
 VERIFY: Examples = (
@@ -25,7 +27,7 @@ VERIFY: Examples = (
 
 def add_to(commands: Commands) -> None:
     text = "forget weight sets, also pinned ones, as soon as nobody leases them"
-    evict = add_command(commands, "evict", evict_sets, text, examples=EVICT)
+    evict = add_command(commands, "evict", evict_sets, text, examples=EVICT, notes=EVICT_NOTES)
     evict.add_argument("set", help="a set's id, name or content identity (--name is the broker's)")
     text = "keep weight sets although nobody leases them"
     pin = add_command(commands, "pin", pin_sets, text, examples=PIN)
@@ -37,7 +39,9 @@ def add_to(commands: Commands) -> None:
         )
     text = "digest resident weights and compare with what was loaded"
     verify = add_command(commands, "verify", verify_sets, text, examples=VERIFY)
-    verify.add_argument("set", nargs="?", help="a set's id or name; default: every sealed set")
+    verify.add_argument(
+        "set", nargs="?", help="a set's id, name or content identity; default: every sealed set"
+    )
 
 
 def evict_sets(options: argparse.Namespace) -> int:
@@ -75,7 +79,7 @@ def verify_sets(options: argparse.Namespace) -> int:
 
     Raises:
         LoadFailed: a set's bytes are not what its identity says.
-        NotFound: no sealed set of that id or name.
+        NotFound: no sealed set of that id, name or content identity.
     """
     with observe(options) as observer:
         report = observer.status()
@@ -101,7 +105,8 @@ def _is_chosen(entry: dict[str, Any], which: str | None) -> bool:
     # What an engine published is whatever its key says: there is nothing to compare with.
     if entry["state"] != "sealed" or entry["path"] is None:
         return False
-    return which is None or which in (str(entry["id"]), *entry["names"])
+    known = (str(entry["id"]), *entry["names"], entry["key"]["checkpoint"])
+    return which is None or which in known
 
 
 def _verify(entry: dict[str, Any], simulated: str | None, options: argparse.Namespace) -> None:

@@ -127,7 +127,10 @@ class Books(Restoring):
             self._remember_end(record, "it was evicted")
             self._announce("evicted", record.names, set=record.id, cause="evict")
             if record.state in IN_PROGRESS:
-                error = Cancelled(f"weight set {record.id} was evicted while it was being written")
+                error = Cancelled(
+                    f"weight set {record.id} was evicted while it was being written; ask again if "
+                    "it is wanted"
+                )
                 self._fail(record, Failure(error, inheritable=False))
             else:
                 self._retire(record)

@@ -139,7 +139,7 @@ def test_metadata_that_contains_itself() -> None:
     ("key", "error", "sentence"),
     [
         (7, UsageError, "the key must be a name or a WeightKey, not int"),
-        ("", BadRequest, "claim needs a name or a checkpoint's identity in its key"),
+        ("", UsageError, "the name of what is to be published is empty"),
         ("two\nlines", BadRequest, "claim: name must be a printable name of 1 to 256 bytes"),
         (
             WeightKey("GPU-7", "m"),

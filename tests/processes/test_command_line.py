@@ -280,9 +280,10 @@ def test_verify(shared_broker: RunningBroker, checkpoint: Path, capsys: Capture)
     with shared_broker.client() as client:
         with client.acquire(Checkpoint(checkpoint, "sound")) as weights:
             identity, number = weights.key.checkpoint, weights.set_id
-        code, out, err = run(capsys, "verify", "--dir", directory, "sound")
-        assert (code, err) == (0, "")
-        assert out == f"set {number}: {weights.nbytes} bytes, {identity}: as loaded\n"
+        for which in ("sound", str(number), identity):
+            code, out, err = run(capsys, "verify", "--dir", directory, which)
+            assert (code, err) == (0, "")
+            assert out == f"set {number}: {weights.nbytes} bytes, {identity}: as loaded\n"
         code, out, _err = run(capsys, "verify", "--dir", directory)
         assert (code, identity in out) == (0, True)
         check_refused(

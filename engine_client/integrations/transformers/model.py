@@ -13,7 +13,7 @@ import torch
 from torch.nn import Module
 
 from broker.checkpoints.files import open_checkpoint
-from broker.checkpoints.model_config import read_config
+from broker.checkpoints.model_config import config_of
 from broker.checkpoints.plan import CheckpointPlan, plan_checkpoint
 from broker.errors import BindError, UsageError
 from broker.quantization import check_ipc_quant_support, quantization_config_in
@@ -76,7 +76,7 @@ def from_pretrained(
     options = checked(kwargs)
     refuse_adapter(Path(require_text(path)))
     with open_checkpoint(path) as opened:
-        config_file = read_config(opened.folder)
+        config_file = config_of(opened)
         check_ipc_quant_support(quantization_config_in(config_file or {}), where="engine")
         plan = plan_checkpoint(opened.folder, opened.only, opened.path)
     chosen = choose_class(path, model_class, options)

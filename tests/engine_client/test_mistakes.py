@@ -1,0 +1,110 @@
+"""Values of the wrong type get a sentence and a typed error, and concern nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import engine_client
+from broker import errors
+from broker.errors import BadRequest, BrokerError, LoadFailed, UsageError
+from engine_client import Checkpoint, EngineClient
+from engine_client.deadline import Deadline
+from engine_client.dtypes import dtype_name
+from tests.support.processes import RunningBroker
+from tests.support.stored import small_checkpoint
+
+
+def wrong(value: object) -> Any:
+    """As a type checker would not let it through."""
+    return value
+
+
+def test_dtypes_by_name_and_by_torch() -> None:
+    """Both mean the same; anything else is no dtype."""
+    assert dtype_name("bfloat16") == dtype_name(torch.bfloat16) == "bfloat16"
+    by_torch = Checkpoint("m", dtype=torch.float16, exceptions={"a": torch.float32})
+    by_name = Checkpoint("m", dtype="float16", exceptions={"a": "float32"})
+    assert by_torch.conversion == by_name.conversion
+    with pytest.raises(UsageError, match="dtype must be a dtype or its name"):
+        Checkpoint("m", dtype=wrong(16))
+    with pytest.raises(UsageError, match="the dtype of 'a' must be"):
+        Checkpoint("m", dtype="float16", exceptions={"a": wrong(16)})
+
+
+@pytest.mark.parametrize("seconds", ["x", -1, float("nan"), [1]])
+def test_no_time(seconds: Any) -> None:
+    """A deadline is a number that is not negative."""
+    with pytest.raises(UsageError, match="timeout must be seconds, 0 or more, or None"):
+        Deadline(seconds)
+
+
+def test_no_path() -> None:
+    """What cannot be a path is said so when the checkpoint is named."""
+    with pytest.raises(UsageError, match="Checkpoint: the path cannot be one: expected str"):
+        Checkpoint(wrong(None))
+
+
+def test_every_error_can_be_imported() -> None:
+    """As the reference says: from `engine_client` too."""
+    kinds = {kind for kind in vars(errors).values() if isinstance(kind, type)}
+    public = {kind for kind in kinds if issubclass(kind, BrokerError)}
+    assert {getattr(engine_client, kind.__name__) for kind in public} == public
+
+
+MISTAKES: dict[str, tuple[Callable[[EngineClient], object], type[BrokerError], str]] = {
+    "publish: no weights": (lambda c: c.publish("x", wrong(3)), UsageError, "only a torch module"),
+    "publish: on meta": (
+        lambda c: c.publish("x", {"a": torch.empty(1, device="meta")}),
+        UsageError,
+        "it is on meta and has no values",
+    ),
+    "publish: no name": (lambda c: c.publish("", {"a": torch.ones(1)}), UsageError, "is empty"),
+    "publish: label": (
+        lambda c: c.publish("x", {"a": torch.ones(1)}, generation=wrong(3)),
+        BadRequest,
+        "Expected `str | null`, got `int`",
+    ),
+    "acquire: layout": (
+        lambda c: c.acquire("x", layout={"tp": wrong(object())}),
+        BadRequest,
+        "Encoding objects of type object is unsupported",
+    ),
+    "acquire: dtype": (lambda c: c.acquire("x", dtype=wrong(3)), UsageError, "dtype must be"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes(client: EngineClient, live_broker: RunningBroker, mistake: str) -> None:
+    """The caller is told; the broker has seen no trouble and holds nothing."""
+    call, kind, sentence = MISTAKES[mistake]
+    before = live_broker.status()
+    with pytest.raises(kind, match=sentence):
+        call(client)
+    after = live_broker.status()
+    assert (after["broker"]["troubles"], after["sets"]) == (
+        before["broker"]["troubles"],
+        before["sets"],
+    )
+    assert client.ping().pid == live_broker.server_pid()
+
+
+def test_bound_to_no_module(client: EngineClient, tmp_path: Path) -> None:
+    """Only a module can be bound."""
+    with (
+        client.acquire(Checkpoint(small_checkpoint(tmp_path))) as weights,
+        pytest.raises(UsageError, match="only a torch module can be bound, not int"),
+    ):
+        weights.bind(wrong(3))
+
+
+def test_configuration_that_is_none(client: EngineClient, tmp_path: Path) -> None:
+    """The sentence says of which checkpoint."""
+    folder = small_checkpoint(tmp_path / "m")
+    (folder / "config.json").write_text("{bad")
+    with pytest.raises(LoadFailed, match=f"checkpoint '{folder}': 'config.json' is not JSON"):
+        client.acquire(Checkpoint(folder))
