@@ -162,11 +162,8 @@ def _no_limit(text: str, why: str) -> BadRequest:
 def check_device(device: str) -> None:
     """Raise `BadRequest` unless the name, or each of several, is one that a device can have."""
     if device != SIMULATED and not means_gpus(device):
-        from broker.suggest import did_you_mean  # only mistakes need it
-
-        near = did_you_mean(device, (AUTO, "cuda", SIMULATED))
         raise BadRequest(
-            f"--device {device}: {near and near + ' '}choose auto, cuda or simulated, or name GPUs "
-            "by number (cuda:1) or UUID, several separated by commas",
+            f"--device {device}: choose auto, cuda or simulated, or name GPUs by number (cuda:1) "
+            "or UUID, several separated by commas",
             setting="device",
         )

@@ -25,7 +25,7 @@ from broker.errors import (
 )
 from broker.logs import log_event
 from broker.reporting import status_report
-from broker.requests import RequestKey, Ticket, answer, request_key
+from broker.requests import Encoded, RequestKey, Ticket, answer, request_key
 from broker.store import check_manifest
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ class Dispatcher:
         self._ended: deque[bytes] = deque(maxlen=ENDED)
         self._manifests: dict[int, int] = {}
         self._reported: dict[int, float] = {}
+        self._status_turn = 0.0
+        self._encoded_status = Encoded(b"")
 
     def handle(self, routing: bytes, frames: list[bytes]) -> None:
         """Answer one request, whatever it is."""
@@ -62,6 +64,8 @@ class Dispatcher:
         except BrokerError as error:
             self._refuse(routing, frames, error)
             return
+        if not isinstance(message, wire.Status):
+            self._status_turn = 0.0
         key = request_key(session, request)
         if key is not None and self._is_repeated(key, routing, request.envelope):
             return
@@ -174,7 +178,7 @@ class Dispatcher:
         match message:
             case wire.Status():
                 self._broker.tell_due()
-                return self._answer(ticket, status_report(self._broker))
+                return self._answer(ticket, self._status())
             case wire.Hello():
                 return self._answer(ticket, self._hello(ticket, message))
             case wire.Shutdown(force):
@@ -233,6 +237,15 @@ class Dispatcher:
                 self._broker.note_session(session)
                 return actions
         raise InternalError(f"the operation {ticket.operation} is not handled")
+
+    def _status(self) -> Encoded:
+        """Made once for all who ask one after the other in a turn: no answer takes longer, and
+        hundreds of them would hold up everybody else's."""
+        turn = self._broker.loop.turn_began
+        if self._status_turn != turn:
+            self._encoded_status = Encoded(wire.encode(status_report(self._broker)))
+            self._status_turn = turn
+        return self._encoded_status
 
     def _answer(self, ticket: Ticket, body: msgspec.Struct | BrokerError) -> list[Action]:
         self._broker.tell_due()  # answers come in the order of the requests

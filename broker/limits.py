@@ -133,14 +133,29 @@ LIMITS: dict[str, dict[str, Any]] = {
 DEFAULTS = Limits()
 
 
+LEAST_DESCRIPTORS = 256
+"""What a broker has open itself and keeps free, and some sessions."""
+
+
 def descriptor_limit() -> int:
     """How many descriptors this process may have open."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def raise_descriptor_limit() -> None:
-    """libzmq ends the process when it runs out of descriptors, so take all that are allowed."""
+    """libzmq ends the process when it runs out of descriptors, so take all that are allowed.
+
+    Raises:
+        BadRequest: they are too few for a broker.
+    """
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < LEAST_DESCRIPTORS:
+        raise BadRequest(
+            f"this process may have {hard} descriptors open, a broker needs {LEAST_DESCRIPTORS} at "
+            "least: raise the limit (ulimit -n, or LimitNOFILE= of a service)",
+            limit="RLIMIT_NOFILE",
+            value=hard,
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 

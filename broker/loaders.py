@@ -19,6 +19,10 @@ from broker.loop import READ, Loop
 from broker.sessions import PeerIdentity
 
 LAST_WORDS_BYTES = 4096
+READ_BYTES = 8192
+"""Read in one turn of what a loader prints: it may print faster than anybody reads."""
+PIPE_BYTES = 1 << 20
+"""What a pipe holds at most (pipe(7), pipe-max-size): all that a process can have left behind."""
 SHOWN_CHARACTERS = 500
 """Of its last words, in a sentence; the error's fields have all."""
 GRACE_SECONDS = 1.0
@@ -145,7 +149,7 @@ class LoaderProcess:
         self._words = self._unfinished = b""
         self._on_end = on_end
         self._ended = False
-        loop.add(self._stderr, READ, lambda _events: self._listen())
+        loop.add(self._stderr, READ, lambda _events: self._listen(READ_BYTES))
         loop.add(self._pidfd, READ, lambda _events: self._end())
 
     def stop(self, how: str, reason: str = "loader-too-slow") -> None:
@@ -161,7 +165,7 @@ class LoaderProcess:
 
     def last_words(self) -> str:
         """The end of what it has printed so far; escaped, it fits into an error's fields."""
-        self._listen()
+        self._listen(PIPE_BYTES)
         return _readable(self._words)
 
     def join(self, seconds: float) -> None:
@@ -172,14 +176,19 @@ class LoaderProcess:
             poller.poll(seconds * 1000)
             self._end()
 
-    def _listen(self) -> None:
-        try:
-            while words := os.read(self._stderr, 65536):
-                self._words = (self._words + words)[-LAST_WORDS_BYTES:]
-                self._log_lines(words)
-        except BlockingIOError:
-            return
-        self._loop.remove(self._stderr)
+    def _listen(self, most: int) -> None:
+        """Take so many bytes of what it has printed."""
+        while most > 0:
+            try:
+                words = os.read(self._stderr, READ_BYTES)
+            except BlockingIOError:
+                return
+            if not words:
+                self._loop.remove(self._stderr)
+                return
+            self._words = (self._words + words)[-LAST_WORDS_BYTES:]
+            self._log_lines(words)
+            most -= len(words)
 
     def _log_lines(self, words: bytes, *, last: bool = False) -> None:
         """What it prints is part of the log, as lines of its own, whatever it says."""
@@ -200,9 +209,9 @@ class LoaderProcess:
         if self._ended:
             return
         self._ended = True
-        self._listen()
-        self._log_lines(b"", last=True)
         self._end_children()
+        self._listen(PIPE_BYTES)
+        self._log_lines(b"", last=True)
         code = self._process.wait()
         self._loop.remove(self._stderr)
         self._loop.remove(self._pidfd)

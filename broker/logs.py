@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import select
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from broker.errors import BrokerError
 
 LOGGER = "weight-broker"
 _log = logging.getLogger(LOGGER)
+_STDERR = 2
 
 LOG_FORMATS = ("text", "json")
 
@@ -35,7 +38,7 @@ _PLAIN = re.compile(r"[!#-<>-~]+")  # printable ASCII but space, quote and equal
 
 def log_to_stderr(log_format: str = LOG_FORMATS[0]) -> None:
     """One line an event, in one of `LOG_FORMATS`. For the process's start."""
-    handler = logging.StreamHandler()
+    handler = _StandardError()
     handler.setFormatter(_FORMATTERS[log_format]())
     _log.addHandler(handler)
     _log.setLevel(logging.INFO)
@@ -65,6 +68,52 @@ def printable(text: str) -> str:
 def log_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """As `sys.excepthook`: the process ends because of a mistake of ours."""
     log_event("crashed", level=logging.ERROR, exc_info=(kind, error, trace), cause=repr(error))
+
+
+class _StandardError(logging.Handler):
+    """Never waits for who reads it: lines that find no room are left out, and then counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lost = 0
+        self._is_torn = False
+        self._poller = select.poll()
+        self._poller.register(_STDERR, select.POLLOUT)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the line if there is room."""
+        try:
+            line = self.format(record) + "\n"
+            if self._lost:
+                line = self._gap() + line
+            if self._write(line):
+                self._lost = 0
+            else:
+                self._lost += 1
+        except Exception:  # noqa: BLE001 - as logging's own handlers do
+            self.handleError(record)
+
+    def _gap(self) -> str:
+        facts: dict[str, object] = {"lost": self._lost, "cause": "standard error was not read"}
+        text = format_event("log-gap", facts)
+        record = logging.LogRecord(LOGGER, logging.WARNING, "", 0, text, None, None)
+        record.__dict__.update(event="log-gap", facts=facts)
+        return self.format(record) + "\n"
+
+    def _write(self, text: str) -> bool:
+        """False if not all of it was written."""
+        data = ("\n" if self._is_torn else "").encode() + text.encode("utf-8", "backslashreplace")
+        for at in range(0, len(data), select.PIPE_BUF):
+            # A pipe that takes anything takes so much at once (pipe(7)); so do the others.
+            if not self._poller.poll(0):
+                self._is_torn = self._is_torn or at > 0
+                return False
+            try:
+                os.write(_STDERR, data[at : at + select.PIPE_BUF])
+            except OSError:
+                return False  # nobody will ever read it
+        self._is_torn = False
+        return True
 
 
 class _TextFormatter(logging.Formatter):

@@ -7,6 +7,7 @@ one turn go to the keeper together, and answers after them.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,12 +30,16 @@ from broker.custody.actions import (
     StopLoader,
     Tell,
 )
-from broker.errors import BrokerError, InternalError
+from broker.devices.base import StillMappedWritable
+from broker.errors import BadRequest, BrokerError, InternalError
 from broker.logs import log_allowed, may_log
 
 if TYPE_CHECKING:
     from broker.server import Server
 
+FREEZE_SECONDS = 2.0
+"""How long a slab waits for a writer that has said it is done to let go of its mapping."""
+FREEZE_RETRY_SECONDS = 0.01
 TELLING = (Reply, Tell, Notify)
 """Actions that somebody learns of."""
 
@@ -100,11 +105,7 @@ class Performing:
                     self._broker.books.slab_created,
                 )
             case FreezeSlab(set_id, device):
-                self._on_device(
-                    set_id,
-                    lambda: self._broker.store.freeze(set_id, device),
-                    self._broker.books.slab_frozen,
-                )
+                self._freeze(set_id, device, time.monotonic() + FREEZE_SECONDS)
             case FreeSlab(set_id):
                 self._keeper.drop_set(set_id)
                 self._broker.helpers.submit(
@@ -129,11 +130,36 @@ class Performing:
         whose = {"pid": identity.pid, "command": identity.command, "label": peer.label or None}
         log_allowed(event, level=level, **{**detail, **whose})
 
+    def _freeze(self, set_id: int, device: str, until: float) -> None:
+        """Again until the writer, which has said that it is done, has let go of its mapping. No
+        thread waits for that: others have sets to be frozen too."""
+
+        def freeze() -> None:
+            try:
+                self._broker.store.freeze(set_id, device)
+            except StillMappedWritable as error:
+                if time.monotonic() < until:
+                    raise
+                raise BadRequest(f"seal: {error}; unmap it before sealing") from error
+
+        def again() -> None:
+            self._broker.loop.call_later(
+                FREEZE_RETRY_SECONDS, partial(self._freeze, set_id, device, until)
+            )
+
+        self._on_device(set_id, freeze, self._broker.books.slab_frozen, again)
+
     def _on_device(
-        self, set_id: int, call: Callable[[], None], then: Callable[[int], list[Action]]
+        self,
+        set_id: int,
+        call: Callable[[], None],
+        then: Callable[[int], list[Action]],
+        again: Callable[[], None] | None = None,
     ) -> None:
         def done(result: Any) -> None:
-            if isinstance(result, BaseException):
+            if again is not None and isinstance(result, StillMappedWritable):
+                again()
+            elif isinstance(result, BaseException):
                 self._broker.perform(
                     self._broker.books.slab_failed(set_id, _as_broker_error(result))
                 )

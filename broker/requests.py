@@ -34,6 +34,12 @@ RequestKey: TypeAlias = tuple[int, bytes, int]
 """Session, request id, and a hash of what it says: one id for two requests is no repetition."""
 
 
+class Encoded(msgspec.Struct):
+    """The body of an answer to several, encoded once."""
+
+    payload: bytes
+
+
 class Ticket(msgspec.Struct, eq=False):
     """One request that has no final answer yet.
 
@@ -270,4 +276,4 @@ def answer(body: msgspec.Struct | BrokerError) -> list[bytes]:
     """`[status, payload]`, whole, before anything is sent."""
     if isinstance(body, BrokerError):
         return [body.status.encode(), body.to_payload()]
-    return [_OK, wire.encode(body)]
+    return [_OK, body.payload if isinstance(body, Encoded) else wire.encode(body)]

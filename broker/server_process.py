@@ -9,7 +9,7 @@ from pathlib import Path
 
 from broker.config import BrokerConfig
 from broker.errors import BrokerError
-from broker.limits import LIMITS, Limits
+from broker.limits import LIMITS, Limits, raise_descriptor_limit
 from broker.link import receive_item, unpack_record
 from broker.logs import log_crash, log_to_stderr, say_refusal
 from broker.rundir import BrokerPaths
@@ -24,6 +24,7 @@ def main(arguments: list[str]) -> int:
     if begin is None:
         return 0  # the keeper has ended, or needs none
     config, paths = config_from(unpack_record(begin))
+    raise_descriptor_limit()  # the first server was there before its keeper did it
     log_to_stderr(config.log_format)
     sys.excepthook = log_crash
     router, sessions = (socket.socket(fileno=number) for number in begin.descriptors)

@@ -32,11 +32,13 @@ class Broker:
         UnsupportedPlatformForIPCError: no device here can share memory between processes.
         Busy: a broker of this name is running; the sentence names its pid.
         Busy: so is a listener at the port for metrics.
-        BadRequest: the directory is not safe, the name, a path or an address is not usable.
+        BadRequest: the directory is not safe, the name, a path or an address is not usable; or this
+            process may have too few descriptors.
         NotFound, LoadFailed: a checkpoint to preload is not there.
     """
 
     def __init__(self, config: BrokerConfig) -> None:
+        raise_descriptor_limit()
         report = check_ipc_platform_support(where="broker", device=config.device)
         _look_at(config.preload)
         self._paths = paths = _paths(config)
@@ -63,7 +65,6 @@ class Broker:
         Args:
             on_ready: called once with a line for a person, when `ping` is answered.
         """
-        raise_descriptor_limit()  # and that of every server, which inherits it
         with closing(keeper_journal(self._paths, self._journal_limit)):
             return self._keeper.run(on_ready)
 

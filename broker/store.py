@@ -8,21 +8,19 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-import time
 
 from broker.amounts import human
 from broker.devices.base import (
     Device,
     DeviceError,
+    DeviceOutOfDescriptors,
     DeviceOutOfMemory,
     StillMappedWritable,
     free_if_known,
 )
-from broker.errors import BadRequest, BrokerError, InternalError, OverBudget
-from broker.limits import DEFAULTS, Limits
+from broker.errors import BadRequest, BrokerError, Busy, InternalError, OverBudget
+from broker.limits import DEFAULTS, Limits, descriptor_limit
 
-FREEZE_SECONDS = 2.0
-"""How long `freeze` waits for a writer that has said it is done to let go of its mapping."""
 _SEALED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
@@ -41,6 +39,7 @@ class Store:
 
         Raises:
             OverBudget: the device has not got the memory.
+            Busy: no descriptor is left.
             InternalError: the device failed.
         """
         with self._lock:
@@ -55,32 +54,36 @@ class Store:
                 free=free_if_known(self._devices[device]),
                 device=device,
             ) from error
+        except DeviceOutOfDescriptors as error:
+            raise _no_descriptor(error) from error
         except DeviceError as error:
             raise InternalError(f"no memory for the weights: {error}") from error
         with self._lock:
             self._slabs[set_id] = slab
 
     def freeze(self, set_id: int, device: str) -> None:
-        """Make the slab immutable, waiting up to `FREEZE_SECONDS` for its writer to let go.
+        """Make the slab immutable.
 
         Raises:
-            BadRequest: it is still mapped writable.
-            InternalError: the device failed.
+            StillMappedWritable: its writer has not let go yet; nothing has changed.
+            Busy: no descriptor is left.
+            InternalError: the device failed, or the set was freed meanwhile.
         """
-        deadline = time.monotonic() + FREEZE_SECONDS
-        while True:
-            try:
-                reader = self._devices[device].freeze(self._slabs[set_id])
-                break
-            except StillMappedWritable as error:
-                if time.monotonic() > deadline:
-                    raise BadRequest(f"seal: {error}; unmap it before sealing") from error
-                time.sleep(0.01)
-            except DeviceError as error:
-                raise InternalError(f"the slab cannot be sealed: {error}") from error
+        with self._lock:
+            slab = self._slabs.get(set_id)
+        if slab is None:
+            raise InternalError(f"set {set_id} has no slab to be sealed")
+        try:
+            reader = self._devices[device].freeze(slab)
+        except StillMappedWritable:
+            raise
+        except DeviceOutOfDescriptors as error:
+            raise _no_descriptor(error) from error
+        except DeviceError as error:
+            raise InternalError(f"the slab cannot be sealed: {error}") from error
         with self._lock:
             self._readers[set_id] = reader
-            slab = self._slabs.pop(set_id)
+            del self._slabs[set_id]
         os.close(slab)
 
     def adopt(self, set_id: int, reader: int, manifest: int) -> None:
@@ -106,6 +109,16 @@ class Store:
     def close(self) -> None:
         for set_id in {*self._slabs, *self._readers, *self._manifests}:
             self.free(set_id)
+
+
+def _no_descriptor(error: DeviceError) -> Busy:
+    most = descriptor_limit()
+    return Busy(
+        f"the broker has no descriptor left for the weights: it may have {most} open ({error}); "
+        "start it with a higher ulimit -n",
+        limit="RLIMIT_NOFILE",
+        value=most,
+    )
 
 
 def check_manifest(descriptor: int, limits: Limits = DEFAULTS) -> None:

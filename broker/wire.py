@@ -38,7 +38,7 @@ MAX_NAME_BYTES = 256
 """Names of sets, leases, layouts: what a person or an engine may make up."""
 MAX_PATH_BYTES = 4 * 4096
 """A checkpoint's path for messages: PATH_MAX of Linux, each byte perhaps escaped."""
-MAX_FILES = 4096
+MAX_FILES = 2048
 """Files of one checkpoint (the largest published ones have under 300)."""
 
 MAX_EXCEPTIONS = 1024

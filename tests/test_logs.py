@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ Written = Callable[[str], list[str]]
 
 @pytest.fixture
 def written(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[Written]:
     """Turns the log on in a format; what it has written since it was last asked, line by line."""
     monkeypatch.setattr(logs, "_buckets", {})
@@ -30,7 +33,7 @@ def written(
     def lines(log_format: str) -> list[str]:
         if not logger.handlers:
             log_to_stderr(log_format)
-        return capsys.readouterr().err.splitlines()
+        return capfd.readouterr().err.splitlines()
 
     yield lines
     logger.handlers[:] = before
@@ -123,3 +126,59 @@ def test_a_refusal_to_start(written: Written) -> None:
         "status": "bad-request",
         "cause": "no such name",
     }
+
+
+# --- a reader that does not read ------------------------------------------------------------------
+
+
+@pytest.fixture
+def unread(written: Written, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The reading end of what standard error is for the log: a pipe, and it is full."""
+    reading, writing = os.pipe()
+    monkeypatch.setattr(logs, "_STDERR", writing)
+    written("text")
+    os.set_blocking(writing, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x" * 4096)
+    os.set_blocking(writing, True)
+    yield reading
+    os.close(writing)
+    os.close(reading)
+
+
+def test_nobody_waits_for_a_reader(unread: int) -> None:
+    """Lines that find no room are left out; the first that does says how many."""
+    for number in range(3):
+        log_event("left-out", number=number)
+    os.read(unread, 1 << 20)
+    log_event("told", number=3)
+    lines = os.read(unread, 1 << 20).decode().splitlines()
+    assert [line.split(" ", 2)[2] for line in lines] == [
+        'WARNING log-gap lost=3 cause="standard error was not read"',
+        "INFO told number=3",
+    ]
+
+
+def test_half_a_line(unread: int) -> None:
+    """What was torn off is not continued by another line."""
+    os.read(unread, 4096)
+    try:
+        raise ValueError("x" * 10_000)
+    except ValueError as error:
+        log_crash(type(error), error, error.__traceback__)
+    os.read(unread, 1 << 20)
+    log_event("told")
+    begun, *lines = os.read(unread, 1 << 20).decode().split("\n")
+    assert begun == ""
+    assert [line.split(" ", 3)[2:] for line in lines[:2]] == [
+        ["WARNING", 'log-gap lost=1 cause="standard error was not read"'],
+        ["INFO", "told"],
+    ]
+
+
+def test_a_reader_that_has_gone(unread: int) -> None:
+    """Nothing is raised, and nothing else happens."""
+    with Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), unread)
+    log_event("told-to-nobody")

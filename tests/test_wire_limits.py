@@ -18,7 +18,7 @@ def test_the_limits() -> None:
     assert (wire.MAX_ENVELOPE_FRAMES, wire.MAX_ENVELOPE_FRAME_BYTES) == (8, 256)
     assert (wire.MAX_WORD_BYTES, wire.MAX_NAME_BYTES, wire.MAX_LAYOUT) == (32, 256, 32)
     assert wire.MAX_SESSION_PACKET_BYTES == 65_536
-    assert (wire.MAX_FILES, wire.MAX_PATH_BYTES) == (4096, 16_384)
+    assert (wire.MAX_FILES, wire.MAX_PATH_BYTES) == (2048, 16_384)
 
 
 @pytest.mark.parametrize(
@@ -138,18 +138,18 @@ def test_layouts_are_bounded(layout: dict[str, int]) -> None:
 
 
 def test_sources_are_bounded() -> None:
-    """A source names its files, at most 4096, and its path is a path."""
+    """A source names its files, at most 2048, and its path is a path."""
     demand = wire.Demand("GPU-0")
     replace = msgspec.structs.replace
     for source, sentence in (
         (replace(SOURCE, files=[]), "the source names no file"),
-        (replace(SOURCE, files=[STAMP] * 4097), "a checkpoint may have 4096 files at most"),
+        (replace(SOURCE, files=[STAMP] * 2049), "a checkpoint may have 2048 files at most"),
         (replace(SOURCE, path="ä" * 8193), "a path may have 16384 bytes at most"),
     ):
         payload = wire.encode(wire.Acquire("w", demand, source))
         assert refusal("acquire", payload) == f"acquire: {sentence}"
-    assert refusal("seal", wire.encode(wire.Seal("c", "x", [STAMP] * 4097))) == (
-        "seal: a checkpoint may have 4096 files at most"
+    assert refusal("seal", wire.encode(wire.Seal("c", "x", [STAMP] * 2049))) == (
+        "seal: a checkpoint may have 2048 files at most"
     )
 
 

@@ -26,6 +26,7 @@ The words used as `reason`:
     ambiguous_tensor  two shards hold a tensor of the same name and no index settles it
     no_weights        nothing there that could be loaded
     ambiguous_files   several files could be meant
+    too_many_files    more shards than a request can describe
     bad_config        config.json is not a JSON object
     conversion        the weights cannot have the dtype that was asked for
     tie_conflict      the configuration says tied, the bytes say untied

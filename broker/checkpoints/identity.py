@@ -23,13 +23,13 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from broker.checkpoints.faults import system_refused, told_of
+from broker.checkpoints.faults import load_failed, system_refused, told_of
 from broker.checkpoints.files import INDEX_SUFFIX, WeightFiles, open_regular, require_shards
 from broker.checkpoints.header import header_digest, read_header_bytes
 from broker.checkpoints.index import read_index_bytes
 from broker.checkpoints.stability import stamp
 from broker.weights import ITEM_BYTES, AliasGroup, Manifest, contiguous_stride, storage_extent
-from broker.wire import FileStamp
+from broker.wire import MAX_FILES, FileStamp
 
 CHUNK_BYTES = 1 << 20
 """Small enough to stay in a core's cache between being read and being digested."""
@@ -115,9 +115,17 @@ def stamp_files(folder: int, files: WeightFiles, path: str) -> list[FileStamp]:
     """A stamp for every file of a checkpoint, the index included. Reads headers, no weights.
 
     Raises:
-        LoadFailed: a file is missing, unreadable or does not begin like a safetensors file.
+        LoadFailed: a file is missing, unreadable or does not begin like a safetensors file, or
+            there are too many.
     """
     with told_of(path):
+        if len(files.names) > MAX_FILES:
+            raise load_failed(
+                "too_many_files",
+                f"it has {len(files.names)} files of weights, {MAX_FILES} are possible; save it "
+                "again in larger shards",
+                file=files.names[0],
+            )
         require_shards(folder, files, path)
         return [_stamp_file(folder, name, is_index=name == files.index) for name in files.names]
 

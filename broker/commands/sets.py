@@ -16,7 +16,8 @@ EVICT: Examples = (
     ("evict prod", "every set that has this name"),
 )
 EVICT_NOTES = """\
-A set that is being loaded or published ends at once; who waits for it is told so."""
+A set that is being loaded or published ends at once, and who waits for it is
+told so."""
 PIN: Examples = (("pin prod", "also when memory is needed, or a newer generation comes"),)
 UNPIN: Examples = (("unpin prod", "they stay until memory is needed or they are superseded"),)
 VERIFY: Examples = (

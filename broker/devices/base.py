@@ -30,6 +30,10 @@ class DeviceOutOfMemory(DeviceError):
     """The device has not got the bytes; nothing was allocated."""
 
 
+class DeviceOutOfDescriptors(DeviceError):
+    """This process, or the system, has no descriptor left for it."""
+
+
 class StillMappedWritable(DeviceError):
     """`freeze` found that somebody can still write; nothing changed, try again later."""
 

@@ -25,6 +25,7 @@ from broker.devices.base import (
     PIECE_BYTES,
     Device,
     DeviceError,
+    DeviceOutOfDescriptors,
     DeviceOutOfMemory,
     DeviceProperties,
     Mapping,
@@ -239,6 +240,10 @@ def _translated(call: str, error: OSError) -> DeviceError:
     sentence = f"{call} on {UUID}: {error.strerror}"
     if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT):
         return DeviceOutOfMemory(sentence)
+    if error.errno == errno.EFBIG:
+        return DeviceOutOfMemory(f"{sentence}; raise the limit of a file's size, ulimit -f")
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return DeviceOutOfDescriptors(sentence)
     return DeviceError(sentence)
 
 

@@ -37,6 +37,7 @@ REASONS = frozenset(
         "ambiguous_tensor",
         "no_weights",
         "ambiguous_files",
+        "too_many_files",
         "bad_config",
         "conversion",
         "tie_conflict",

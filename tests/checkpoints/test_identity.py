@@ -13,6 +13,7 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
+from broker.checkpoints import identity
 from broker.checkpoints.files import open_checkpoint
 from broker.checkpoints.identity import (
     CHUNK_BYTES,
@@ -50,6 +51,17 @@ def stamps_of(path: Path) -> list[FileStamp]:
 
 def identity_of(path: Path) -> str:
     return load(path).result.checkpoint
+
+
+def test_more_shards_than_can_be_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are counted before any is read, in a sentence that names the checkpoint."""
+    monkeypatch.setattr(identity, "MAX_FILES", 2)
+    write_shards(tmp_path, [TENSORS[:1], TENSORS[1:]])  # with the index, three
+    with pytest.raises(
+        LoadFailed, match=f"'{tmp_path}': it has 3 files .*, 2 are possible"
+    ) as told:
+        stamps_of(tmp_path)
+    assert told.value.reason == "too_many_files"
 
 
 def test_stamps_cover_index_and_shards(tmp_path: Path) -> None:

@@ -390,6 +390,7 @@ def serve(capture: Capture, directory: Path, *options: str) -> tuple[int, str, s
         (["--memory-limit", "1e999"], "'1e999'"),
         (["--memory-limit", ""], "''"),
         (["--device", "tpu"], "tpu"),
+        (["--dir", ""], "--dir is empty"),
         (["--loader-threads", "0"], "--loader-threads"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -398,6 +399,21 @@ def test_serve_refuses(broker_dir: Path, capsys: Capture, options: list[str], wo
     """Options that mean nothing are bad requests: one sentence, no directory is created."""
     result = serve(capsys, broker_dir / "new", *options)
     check_refused(result, BadRequest.exit_code, word)
+
+
+def test_serve_with_too_few_descriptors(broker_dir: Path) -> None:
+    """A process that may have only a few open is refused before it could run out of them."""
+    command = f"ulimit -n 100; exec {sys.executable} -m broker serve --device simulated --dir"
+    done = subprocess.run(
+        ["/bin/sh", "-c", f"{command} {broker_dir / 'new'}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == BadRequest.exit_code
+    assert "may have 100 descriptors open, a broker needs 256 at least" in done.stderr
+    assert listing(broker_dir) == []
 
 
 @pytest.mark.usefixtures("undisturbed")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,20 @@ def test_first_server_has_a_session_of_its_own_and_no_input(broker: RunningBroke
     server = broker.server_pid()
     assert os.getsid(server) == server
     assert str(Path(f"/proc/{server}/fd/0").readlink()) == os.devnull
+
+
+def test_first_server_may_open_as_much_as_its_successors(
+    start_broker: Callable[..., RunningBroker],
+) -> None:
+    """It is there before the keeper takes all descriptors that are allowed, and takes its own."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
+    try:
+        broker = start_broker()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for pid in (broker.pid, broker.server_pid()):
+        assert resource.prlimit(pid, resource.RLIMIT_NOFILE) == (hard, hard)
 
 
 def test_first_server_inherits_no_files(broker_dir: Path) -> None:

@@ -35,6 +35,7 @@ from tests.support.processes import (
     is_alive,
     process_state,
 )
+from tests.support.raw import RawDealer
 from tests.support.shipped import crashes, exits, hangs, is_killed, raises
 
 ENGINES = 8
@@ -379,6 +380,36 @@ def test_loader_that_fails(
     eventually(lambda: generous_broker.loaders() == [], 15, "the end of the loader")
     assert used_bytes(generous_broker) == used
     assert client.ping().protocol == 1
+
+
+def test_loader_that_prints_without_end(
+    client: EngineClient, generous_broker: RunningBroker
+) -> None:
+    """It prints faster than anybody reads: its time is over all the same, and others are served."""
+
+    def loader() -> Any:
+        while True:
+            os.write(1, b"never enough\n" * 1000)
+
+    pings: list[float] = []
+
+    def ask() -> None:
+        with RawDealer(generous_broker.directory) as other:
+            while not failed.is_set():
+                pings.append(other.ping_seconds())
+
+    failed = threading.Event()
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        with pytest.raises(LoadFailed, match=r"did not finish within 0\.8 s") as caught:
+            ship(client, "endless", loader, seconds=0.8)
+    finally:
+        failed.set()
+        asking.join()
+    assert caught.value.reason == "loader-too-slow"
+    assert "never enough" in caught.value.last_words
+    assert max(pings) < 0.5 * SCALE
 
 
 def test_loader_that_cannot_travel(client: EngineClient) -> None:

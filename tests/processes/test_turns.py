@@ -119,6 +119,22 @@ def test_status_in_the_same_turn(broker: RunningBroker, peer: Peer, resident: in
     assert wire.decode_reply(wire.StatusReport, payload).broker["requests_waiting"] == 0
 
 
+def test_status_between_other_requests(broker: RunningBroker, peer: Peer, resident: int) -> None:
+    """All that ask in a row get the same answer; who asks after another request sees it done."""
+    with RawDealer(broker.directory) as asking:
+        asking.ping_seconds()
+        with unheard(broker.server_pid()):
+            for _ in range(3):
+                peer.dealer.send(b"status", b"", b"status", b"")
+            peer.acquire("a", resident)
+            peer.dealer.send(b"status", b"", b"status", b"")
+        first, second, third, granted, last = (peer.dealer.receive() for _ in range(5))
+    assert (first, second) == (second, third)
+    assert granted[0] == b"a"
+    reports = [wire.decode_reply(wire.StatusReport, reply[-1]) for reply in (first, last)]
+    assert [len(report.sets[0]["leases"]) for report in reports] == [0, 1]
+
+
 def test_what_was_told_is_recorded(broker: RunningBroker, peer: Peer, resident: int) -> None:
     """A server killed right after its answer: the successor has the lease."""
     server = broker.server_pid()
