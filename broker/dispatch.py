@@ -302,9 +302,9 @@ class Dispatcher:
                 "can attach any more",
                 leases=len(leases),
             )
-        self._broker.tickets.reply(ticket.number, wire.Done())
+        actions = self._answer(ticket, wire.Done())
         self._broker.stop("asked to shut down")
-        return []
+        return actions
 
     def _check_own(self, ticket: Ticket) -> None:
         """Raise `BadRequest` for a process that may use the broker as a member of its group only.
@@ -376,12 +376,12 @@ class Dispatcher:
         return self._manifests.pop(set_id)
 
     def _report(self, ticket: Ticket, session: int, message: wire.Report) -> list[Action]:
-        self._broker.tickets.reply(ticket.number, wire.Done())
+        actions = self._answer(ticket, wire.Done())
         now = time.monotonic()
         if now - self._reported.get(session, 0.0) < REPORT_SECONDS:
-            return []
+            return actions
         self._reported[session] = now
-        actions = self._broker.books.report(session, message)
+        actions += self._broker.books.report(session, message)
         claims = self._broker.books.sessions[session].claims
         self._broker.times.progressed(claims[message.claim], message.stage, message.done)
         return actions

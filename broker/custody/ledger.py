@@ -110,8 +110,10 @@ class Ledger:
         actions, self._actions = self._actions, []
         if not self._keeping:
             return actions
-        changed, self._changed = sorted(self._changed), set()
         leases, self._kept_leases = self._kept_leases, []
+        if not self._changed:
+            return leases + actions
+        changed, self._changed = sorted(self._changed), set()
         resident = (self.sets[set_id] for set_id in changed if set_id in self.sets)
         kept: list[Action] = [
             KeepSet(kept_set(record)) for record in resident if record.state in RESIDENT

@@ -125,7 +125,7 @@ def test_evicted_while_it_is_written(state: State) -> None:
     desk = Desk()
     loader = in_state(desk, state)
     assert loader is not None
-    sentence = "weight set 1 was evicted while it was being written"
+    sentence = "weight set 1 was evicted while it was being written; ask again if it is wanted"
     under_way = {State.RESERVING: [2], State.SEALING: [3]}.get(state, [])
     assert desk.evict(1) == [
         *(Refused(ticket, Cancelled, sentence) for ticket in under_way),

@@ -103,8 +103,12 @@ def test_answers_come_in_order(broker: RunningBroker, peer: Peer, resident: int)
         peer.dealer.send(b"ping", b"", b"ping", b"")
         peer.release("a")
         peer.dealer.send(b"nonsense", b"", b"nonsense", b"")
-    answers = [peer.dealer.receive()[0] for _ in range(6)]
-    assert answers == [b"a", b"release none", b"b", b"ping", b"release a", b"nonsense"]
+        peer.acquire("c", resident)
+        report = wire.encode(wire.Report("none", "copying", 0, 0))
+        peer.dealer.send(b"report", b"", b"report", report)
+    answers = [peer.dealer.receive()[0] for _ in range(8)]
+    asked = [b"a", b"release none", b"b", b"ping", b"release a", b"nonsense", b"c", b"report"]
+    assert answers == asked
 
 
 def test_status_in_the_same_turn(broker: RunningBroker, peer: Peer, resident: int) -> None:
