@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from broker import reporting, wire
+from broker import dispatch, reporting, wire
 from broker.custody.records import WeightSet, line_of
 from broker.custody.states import State
+from broker.dispatch import Dispatcher
 from broker.preloading import Preload
 from broker.reporting import SHOWN_LEASES, SHOWN_NAMES, Room, status_report
 from broker.sessions import PeerIdentity
@@ -213,3 +214,17 @@ def test_room() -> None:
     assert Room(1000).fill(endless, 500) == []
     assert next(endless) == large
     assert reporting.MISFITS < 100
+
+
+def test_one_for_all_who_ask_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made once as long as nothing else is handled, and anew in the next turn."""
+    made = iter(range(10))
+    monkeypatch.setattr(
+        dispatch, "status_report", lambda _broker: wire.Event("status", {"made": next(made)})
+    )
+    broker: Any = SimpleNamespace(loop=SimpleNamespace(turn_began=1.0))
+    dispatcher = Dispatcher(broker)
+    first = dispatcher._status()
+    assert dispatcher._status() is first
+    broker.loop.turn_began = 2.0
+    assert dispatcher._status().payload != first.payload

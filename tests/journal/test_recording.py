@@ -25,6 +25,7 @@ from broker.journal.recording import (
 )
 from broker.logs import log_event
 from broker.rundir import BrokerPaths
+from tests.support.clock import SCALE
 from tests.test_observability import documented
 
 
@@ -150,7 +151,7 @@ def test_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(recording, "CLOSE_SECONDS", 0.01)
     thread.close()
     file.let_go.set()
-    monkeypatch.undo()
+    monkeypatch.setattr(recording, "CLOSE_SECONDS", 20 * SCALE)
     thread.close()
     entries = read_journal(tmp_path / "default.journal")
     assert [entry.facts["set"] for entry in entries] == list(range(MAX_QUEUED + 1))
