@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections import deque
@@ -83,7 +82,7 @@ class Dispatcher:
             self._note_refusal(request.operation, routing, session, error)
             self._answer(ticket, error)
         except Exception as error:  # noqa: BLE001 - logged whole, and answered
-            self._note_internal_error(request.operation, session, error)
+            self._broker.note_internal_error(error, operation=request.operation, session=session)
             failed = f"{request.operation} failed in the broker: {error!r}"
             self._answer(ticket, InternalError(failed))
 
@@ -121,17 +120,6 @@ class Dispatcher:
             pid=None if connection is None else connection.peer.pid,
             status=error.status,
             cause=error.sentence,
-        )
-
-    def _note_internal_error(self, operation: str, session: int | None, error: Exception) -> None:
-        self._broker.books.counters["internal_errors"] += 1
-        log_event(
-            "internal-error",
-            level=logging.ERROR,
-            exc_info=(type(error), error, error.__traceback__),
-            operation=operation,
-            session=session,
-            cause=repr(error),
         )
 
     def _is_repeated(self, key: RequestKey, routing: bytes, envelope: tuple[bytes, ...]) -> bool:

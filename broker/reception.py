@@ -16,7 +16,7 @@ from broker.errors import BrokerError, Busy, NoSession
 from broker.limits import descriptor_limit
 from broker.logs import log_event
 from broker.loop import READ
-from broker.sessions import command_of, identify
+from broker.sessions import command_of, end_connection, identify
 
 if TYPE_CHECKING:
     from broker.server import Server
@@ -65,14 +65,18 @@ class Reception:
                 log_event("accept-failed", level=logging.ERROR, cause=error)
                 self._pause()
                 return
-            self._receive(connection)
+            try:
+                self._receive(connection)
+            except Exception as error:  # noqa: BLE001 - logged whole; the others are served
+                self._broker.note_internal_error(error, operation="session")
+                end_connection(connection)
 
     def _receive(self, connection: socket.socket) -> None:
         peer = peer_credentials(connection)
         refusal = self._refusal(connection, peer)
         if refusal is None:
-            session = self._broker.books.open_session()
-            self._broker.welcome(session, connection, identify(connection))
+            identity = identify(connection)
+            self._broker.welcome(self._broker.books.open_session(), connection, identity)
             return
         self._broker.books.counters["sessions_refused"] += 1
         log_event(

@@ -14,6 +14,8 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -43,7 +45,7 @@ from broker.requests import Tickets
 from broker.rundir import BrokerPaths
 from broker.sd_notify import watchdog_seconds
 from broker.served import limit_of, open_served
-from broker.sessions import PeerIdentity, SessionPeer, identify
+from broker.sessions import PeerIdentity, SessionPeer, end_connection, identify
 from broker.stop_signals import on_stop_signal
 from broker.store import Store
 from broker.times import Times
@@ -158,8 +160,9 @@ class Server:
         self.perform(actions)
         for session, descriptor in inherited.sessions:
             connection = socket.socket(fileno=descriptor)
-            # Ends the session at once if its process has died meanwhile.
-            self._attend(session.id, connection, identify(connection), session)
+            with self._costing_it_alone(session.id, connection):
+                # Ends the session at once if its process has died meanwhile.
+                self._attend(session.id, connection, identify(connection), session)
         if self.restarts:
             log_event(
                 "taken-over",
@@ -343,9 +346,37 @@ class Server:
             command=identity.command,
         )
         kept = KeptSession(session, os.urandom(16), "", since=time.time())
-        if not self.books.sessions[session].is_loader:
-            self.keeper.keep_session(kept, connection.fileno())
-        self._attend(session, connection, identity, kept)
+        with self._costing_it_alone(session, connection):
+            if not self.books.sessions[session].is_loader:
+                self.keeper.keep_session(kept, connection.fileno())
+            self._attend(session, connection, identity, kept)
+
+    @contextmanager
+    def _costing_it_alone(self, session: int, connection: socket.socket) -> Iterator[None]:
+        """A mistake of ours in this block ends the session, not the server: its successor would
+        make the same one as long as that peer lives."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - logged whole; the others are served
+            self._session_failed(error, session)
+            self.loop.remove(connection.fileno())
+            end_connection(connection)
+            if not self.loading.closed_its_session(session):
+                self.end_session(session, LoadFailed("the broker failed to take its session on"))
+
+    def _session_failed(self, error: Exception, session: int) -> None:
+        self.note_internal_error(error, operation="session", session=session)
+
+    def note_internal_error(self, error: Exception, **facts: object) -> None:
+        """A mistake of ours has cost somebody a request or a session: count it, log it whole."""
+        self.books.counters["internal_errors"] += 1
+        log_event(
+            "internal-error",
+            level=logging.ERROR,
+            exc_info=(type(error), error, error.__traceback__),
+            **facts,
+            cause=repr(error),
+        )
 
     def _attend(
         self,
@@ -363,6 +394,7 @@ class Server:
             self._attach,
             self._session_ended,
             self._packet_refused,
+            self._session_failed,
         )
         peer.token, peer.label, peer.since = kept.token, kept.label, kept.since
         self.peers[session] = peer

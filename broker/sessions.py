@@ -8,7 +8,6 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
-import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from broker import wire
 from broker.credentials import peer_credentials
 from broker.errors import BadRequest, BrokerError, Busy
 from broker.limits import Limits, descriptor_limit
-from broker.logs import log_event
+from broker.logs import printable
 from broker.loop import HUNG_UP, READ, WRITE, Loop
 from broker.packets import MAX_DESCRIPTORS, receive_packet
 
@@ -57,11 +56,20 @@ def identify(connection: socket.socket) -> PeerIdentity:
 
 
 def command_of(pid: int) -> str:
-    """The process's name as `ps` shows it, or "?" if it cannot be seen from here."""
+    """The process's name as `ps` shows it, printable; "?" if it cannot be seen from here."""
     try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
+        name = Path(f"/proc/{pid}/comm").read_bytes()
     except OSError:
         return "?"
+    # Bytes of anybody's choice: a long name is cut at the 15th, also in the middle of a letter.
+    return printable(name.decode("utf-8", "replace").strip())
+
+
+def end_connection(connection: socket.socket) -> None:
+    """Close the socket, and end it for the peer too: the keeper may hold it as well."""
+    with contextlib.suppress(OSError):  # the peer has closed its end already
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
 class SessionPeer:
@@ -71,6 +79,7 @@ class SessionPeer:
         on_attach: an engine wants a lease's descriptors.
         on_end: end-of-file or the pidfd; called once, with a sentence's end ("it ended …").
         on_refusal: a packet was answered with this error.
+        on_mistake: handling a packet of this session has raised what it should not.
 
     Attributes:
         label: what the engine calls itself.
@@ -88,6 +97,7 @@ class SessionPeer:
         on_attach: Callable[[SessionPeer, wire.Attach], None],
         on_end: Callable[[SessionPeer, str], None],
         on_refusal: Callable[[SessionPeer, BrokerError], None],
+        on_mistake: Callable[[Exception, int], None],
     ) -> None:
         self.session = session
         self.identity = identity
@@ -101,6 +111,7 @@ class SessionPeer:
         self._on_attach = on_attach
         self._on_end = on_end
         self._on_refusal = on_refusal
+        self._on_mistake = on_mistake
         self._delivered: dict[tuple[bytes, str], int] = {}
         self._refused: dict[tuple[bytes, str], BrokerError] = {}
         self._unsent: list[tuple[bytes, list[int]]] = []
@@ -175,9 +186,9 @@ class SessionPeer:
         self._open = False
         self._loop.remove(self._connection.fileno())
         if end:
-            with contextlib.suppress(OSError):  # it has closed its end already
-                self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
+            end_connection(self._connection)
+        else:
+            self._connection.close()
         if self.identity.pidfd is not None:
             self._loop.remove(self.identity.pidfd)
             os.close(self.identity.pidfd)
@@ -201,14 +212,7 @@ class SessionPeer:
         try:
             self._handle_events(events, packets)
         except Exception as error:  # noqa: BLE001 - logged whole; the others are served
-            log_event(
-                "internal-error",
-                level=logging.ERROR,
-                exc_info=(type(error), error, error.__traceback__),
-                session=self.session,
-                pid=self.identity.pid,
-                cause=repr(error),
-            )
+            self._on_mistake(error, self.session)
             self._end("the broker failed to handle its packets")
 
     def _handle_events(self, events: int, packets: int) -> None:

@@ -31,7 +31,7 @@ COUNTERS = {
     "conversations_dropped": "Conversations cut off because they never read.",
     "conversations_lost": "Conversations cut off that belonged to a session.",
     "evictions": "Weight sets evicted, by hand or because memory was needed.",
-    "internal_errors": "Requests that failed because of a mistake of the broker's.",
+    "internal_errors": "Requests and sessions that failed because of a mistake of the broker's.",
     "leases_granted": "Leases granted.",
     "leases_reclaimed": "Leases that ended with their session.",
     "loaders_died": "Loaders that ended before their weights were complete.",
