@@ -5,6 +5,7 @@ All methods belong to the loop's thread.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 from typing import TYPE_CHECKING
@@ -87,9 +88,10 @@ class Reception:
             command=command_of(peer.pid),
             cause=refusal.sentence,
         )
-        with connection:
-            packet = wire.Refused("", refusal.status, refusal.to_payload().decode())
+        packet = wire.Refused("", refusal.status, refusal.to_payload().decode())
+        with contextlib.suppress(OSError):  # it has gone already
             connection.send(wire.encode(packet))  # the first packet always fits
+        connection.close()
 
     def _refusal(self, connection: socket.socket, peer: Credentials) -> BrokerError | None:
         """Why this process gets no session; None if it does."""

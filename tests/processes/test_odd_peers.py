@@ -20,16 +20,8 @@ from tests.support.raw import RawDealer, RawSession
 
 StartBroker = Callable[..., RunningBroker]
 
+PEERS = 300
 _PR_SET_NAME = 15  # linux/prctl.h
-
-
-@pytest.fixture
-def serves_on(broker: RunningBroker) -> Iterator[None]:
-    """After the test the same server answers."""
-    server = broker.server_pid()
-    yield
-    assert broker.server_pid() == server
-    assert broker.status()["broker"]["restarts"] == 0
 
 
 def connect(directory: Path) -> socket.socket:
@@ -130,3 +122,18 @@ def test_mistake_while_taking_over(mistaken: RunningBroker, order: Path) -> None
         assert session.hello(dealer)[0] == b"ok"
     assert mistaken.status()["broker"]["restarts"] == 1
     assert "RuntimeError: a mistake" in mistaken.log.read_text()
+
+
+# --- peers that go at once ----------------------------------------------------------------------
+
+
+def test_refused_peers_that_do_not_wait(start_broker: StartBroker) -> None:
+    """Who closes its connection before it can be told that it gets no session misses that only."""
+    broker = start_broker("--limit", "process_sessions=1")
+    with RawSession(broker.directory):
+        for _ in range(PEERS):
+            connect(broker.directory).close()
+        eventually(lambda: broker.counter("sessions_refused") == PEERS, 5, "every refusal")
+        status = broker.status()
+    assert status["broker"]["restarts"] == 0
+    assert status["counters"].get("internal_errors", 0) == 0
