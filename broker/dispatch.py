@@ -23,6 +23,7 @@ from broker.errors import (
     from_payload,
 )
 from broker.logs import log_event
+from broker.packets import close_received
 from broker.reporting import status_report
 from broker.requests import Encoded, RequestKey, Ticket, answer, request_key
 from broker.store import check_manifest
@@ -342,12 +343,12 @@ class Dispatcher:
             claims = self._broker.books.sessions[session].claims
             actions = self._broker.books.reserve(session, ticket.number, message)
         except BrokerError:
-            os.close(manifest)
+            close_received(manifest)
             raise
         if any(isinstance(action, CreateSlab) for action in actions):
             self._manifests[claims[message.claim]] = manifest
         else:
-            os.close(manifest)  # the request came again
+            close_received(manifest)  # the request came again
         return actions
 
     def _with_last_words(self, session: int, message: wire.Abandon) -> wire.Abandon:

@@ -27,6 +27,7 @@ from broker.loaders import (
     spawn,
 )
 from broker.logs import log_event
+from broker.packets import close_received
 
 if TYPE_CHECKING:
     from broker.server import Server
@@ -45,7 +46,7 @@ class _Queued(msgspec.Struct):
 
     def close(self) -> None:
         if self.given is not None:
-            os.close(self.given)
+            close_received(self.given)
 
 
 class Loading:
@@ -113,7 +114,7 @@ class Loading:
             try:
                 return spawn(queued.job, given)
             finally:
-                os.close(given)
+                close_received(given)
 
         self._broker.helpers.submit(
             ("loader", action.session), start, lambda result: self._started(action, result)

@@ -91,7 +91,7 @@ class Reception:
         packet = wire.Refused("", refusal.status, refusal.to_payload().decode())
         with contextlib.suppress(OSError):  # it has gone already
             connection.send(wire.encode(packet))  # the first packet always fits
-        connection.close()
+        end_connection(connection)
 
     def _refusal(self, connection: socket.socket, peer: Credentials) -> BrokerError | None:
         """Why this process gets no session; None if it does."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from broker.conversation import Conversation
 from broker.errors import BrokerError, Busy
 from broker.limits import Limits
 from broker.metrics.measures import Measures
+from broker.packets import close_received
 
 WAITING = frozenset({"acquire", "claim", "load"})
 """Operations that may wait for somebody else, for as long as that takes."""
@@ -43,8 +43,8 @@ class Encoded(msgspec.Struct):
 class Ticket(msgspec.Struct, eq=False):
     """One request that has no final answer yet.
 
-    `source` is the descriptor of a checkpoint's folder, closed with the answer. `on_reply` takes
-    the answer instead of a peer, for what the broker asks itself.
+    `source` is the descriptor of a checkpoint's folder, or of code, closed with the answer.
+    `on_reply` takes the answer instead of a peer, for what the broker asks itself.
     """
 
     number: int
@@ -228,7 +228,7 @@ class Tickets:
         if ticket.key is not None and self._by_key.get(ticket.key) is ticket:
             del self._by_key[ticket.key]
         if ticket.source is not None:
-            os.close(ticket.source)
+            close_received(ticket.source)
         if ticket.session is not None:
             own = self._use[ticket.session]
             own.add(ticket, -1)

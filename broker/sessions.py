@@ -21,7 +21,13 @@ from broker.errors import BadRequest, BrokerError, Busy
 from broker.limits import Limits, descriptor_limit
 from broker.logs import printable
 from broker.loop import HUNG_UP, READ, WRITE, Loop
-from broker.packets import MAX_DESCRIPTORS, receive_packet
+from broker.packets import (
+    MAX_DESCRIPTORS,
+    close_received,
+    close_unasked,
+    discard_unread,
+    receive_packet,
+)
 
 SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
 PROCESS_ENDED = "its process has ended"
@@ -66,9 +72,11 @@ def command_of(pid: int) -> str:
 
 
 def end_connection(connection: socket.socket) -> None:
-    """Close the socket, and end it for the peer too: the keeper may hold it as well."""
+    """Close the socket, and end it for the peer too: the keeper may hold it as well. Idempotent."""
     with contextlib.suppress(OSError):  # the peer has closed its end already
         connection.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(OSError):  # it is closed already
+        discard_unread(connection)
     connection.close()
 
 
@@ -173,7 +181,7 @@ class SessionPeer:
             if not self._receive():
                 break
         for key in [key for key in self._delivered if key[0] == request]:
-            os.close(self._delivered.pop(key))
+            close_received(self._delivered.pop(key))
 
     def close(self, *, end: bool = True) -> None:
         """Close the socket without calling `on_end`. Idempotent.
@@ -193,7 +201,7 @@ class SessionPeer:
             self._loop.remove(self.identity.pidfd)
             os.close(self.identity.pidfd)
         for descriptor in self._delivered.values():
-            os.close(descriptor)
+            close_received(descriptor)
         self._delivered.clear()
         self._drop_unsent()
 
@@ -289,14 +297,12 @@ class SessionPeer:
             kept = self._decide(packet, descriptors, truncated=truncated)
         finally:
             if not kept:
-                for descriptor in descriptors:
-                    os.close(descriptor)
+                close_unasked(descriptors)
 
     def _decide(self, packet: bytes, descriptors: list[int], *, truncated: bool) -> bool:
         """Whether the packet's descriptor is kept, until its request comes."""
-        if truncated and (
-            len(packet) >= wire.MAX_SESSION_PACKET_BYTES or len(descriptors) >= MAX_DESCRIPTORS
-        ):
+        is_too_long = truncated and len(packet) >= wire.MAX_SESSION_PACKET_BYTES
+        if is_too_long or len(descriptors) > MAX_DESCRIPTORS:
             raise BadRequest(
                 f"a packet has {wire.MAX_SESSION_PACKET_BYTES} bytes and {MAX_DESCRIPTORS} "
                 "descriptors at most"
@@ -312,7 +318,7 @@ class SessionPeer:
         if len(descriptors) != 1 and not truncated:
             raise BadRequest("deliver carries one descriptor")
         if key in self._delivered:
-            os.close(self._delivered.pop(key))  # sent again: the latest counts
+            close_received(self._delivered.pop(key))  # sent again: the latest counts
         self._refused.pop(key, None)
         try:
             self._check_room(None if truncated else descriptors[0])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 from collections.abc import Iterator
 
 import pytest
 
 from broker.link import link_pair, packet_of, receive_item, try_send
-from broker.packets import MAX_DESCRIPTORS, receive_packet
+from broker.packets import MOST_SENT, discard_unread, receive_packet
+from engine_client.calls import close_all
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -48,13 +50,62 @@ def test_records_of_a_server_that_died_while_taking_over(pair: Pair) -> None:
     assert receive_item(ours) is None
 
 
-def test_cut_packets(pair: Pair) -> None:
-    """A packet that is too long, or has too many descriptors, is known to have been cut."""
+def test_cut_packet(pair: Pair) -> None:
+    """A packet that is too long is known to have been cut."""
     ours, theirs = pair
     theirs.send(b"x" * 65)
     assert receive_packet(ours, 64) == (b"x" * 64, [], True)
-    socket.send_fds(theirs, [b"y"], [0] * (MAX_DESCRIPTORS + 1))
+
+
+def test_many_descriptors(pair: Pair) -> None:
+    """As many as the kernel lets anybody send arrive: it has none to close in `recvmsg`."""
+    ours, theirs = pair
+    with pytest.raises(OSError, match="Invalid argument"):
+        socket.send_fds(theirs, [b"y"], [0] * (MOST_SENT + 1))
+    socket.send_fds(theirs, [b"y"], [0] * MOST_SENT)
     packet, descriptors, cut = receive_packet(ours, 64)
-    assert (packet, len(descriptors), cut) == (b"y", MAX_DESCRIPTORS, True)
-    for descriptor in descriptors:
-        os.close(descriptor)
+    close_all(descriptors)
+    assert (packet, len(descriptors), cut) == (b"y", MOST_SENT, False)
+
+
+def test_no_room_for_descriptors(pair: Pair) -> None:
+    """A packet of which the kernel kept descriptors back is known to have been cut."""
+    ours, theirs = pair
+    socket.send_fds(theirs, [b"y"], [0, 0, 0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    next_one = os.dup(0)
+    os.close(next_one)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next_one + 1, hard))
+    try:
+        packet, descriptors, cut = receive_packet(ours, 64)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    close_all(descriptors)
+    assert (packet, len(descriptors), cut) == (b"y", 1, True)
+
+
+def test_unread_descriptors(pair: Pair) -> None:
+    """What is in a queue is closed before the socket is, also behind an empty packet."""
+    ours, theirs = pair
+    theirs.send(b"")
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb") as pipe:
+        socket.send_fds(theirs, [b"y"], [writer])
+        os.close(writer)
+        ours.shutdown(socket.SHUT_RDWR)
+        discard_unread(ours)
+        assert pipe.read() == b""  # blocks while anybody could write
+
+
+def test_unread_descriptors_of_a_peer_that_is_gone(pair: Pair) -> None:
+    """The same if packets of ours were left unread."""
+    ours, theirs = pair
+    ours.send(b"never read")
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb") as pipe:
+        socket.send_fds(theirs, [b"y"], [writer])
+        os.close(writer)
+        theirs.close()
+        ours.shutdown(socket.SHUT_RDWR)
+        discard_unread(ours)
+        assert pipe.read() == b""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
 import socket
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,10 +15,15 @@ from pathlib import Path
 import pytest
 
 from broker import wire
+from broker.checkpoints.describe import describe_source
+from broker.checkpoints.files import open_checkpoint
+from broker.packets import MOST_SENT
+from engine_client import Checkpoint
 from tests.processes.conftest import brokers
-from tests.support.clock import eventually
+from tests.support.clock import SCALE, eventually
 from tests.support.processes import LOADER_FAULTS, RunningBroker
 from tests.support.raw import RawDealer, RawSession
+from tests.support.stored import small_checkpoint
 
 StartBroker = Callable[..., RunningBroker]
 
@@ -137,3 +144,120 @@ def test_refused_peers_that_do_not_wait(start_broker: StartBroker) -> None:
         status = broker.status()
     assert status["broker"]["restarts"] == 0
     assert status["counters"].get("internal_errors", 0) == 0
+
+
+# --- descriptors that are slow to close ---------------------------------------------------------
+
+LINGER_SECONDS = 30
+BACK_SECONDS = 4
+"""A keeper that is not kept waiting has another server by then."""
+DELIVER = wire.encode(wire.Deliver(b"1", "source"))
+
+
+@pytest.fixture
+def lingering() -> Iterator[socket.socket]:
+    """A TCP socket whose last close waits that long for somebody who does not read."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = socket.create_connection(listener.getsockname())
+        receiver, _address = listener.accept()
+        linger = struct.pack("ii", 1, LINGER_SECONDS)
+        sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        sender.setblocking(False)
+        with sender, receiver:
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    sender.send(bytes(1 << 16))
+            yield sender
+
+
+def send(
+    session: socket.socket, packet: bytes, lingering: socket.socket, *, before: int = 0
+) -> None:
+    """Send the only descriptor of it, behind so many others."""
+    socket.send_fds(session, [packet], [0] * before + [lingering.fileno()])
+    lingering.close()
+
+
+def unasked(session: socket.socket, lingering: socket.socket) -> None:
+    send(session, wire.encode(wire.Attach("nothing")), lingering)
+
+
+def too_many(session: socket.socket, lingering: socket.socket) -> None:
+    send(session, DELIVER, lingering, before=MOST_SENT - 1)
+
+
+def never_asked_for(session: socket.socket, lingering: socket.socket) -> None:
+    send(session, DELIVER, lingering)
+    session.close()
+
+
+def twice(session: socket.socket, lingering: socket.socket) -> None:
+    send(session, DELIVER, lingering)
+    socket.send_fds(session, [DELIVER], [0])
+
+
+def behind_the_end(session: socket.socket, lingering: socket.socket) -> None:
+    session.send(b"")  # passes for the end
+    send(session, DELIVER, lingering)
+
+
+@pytest.mark.parametrize("odd", [unasked, too_many, never_asked_for, twice, behind_the_end])
+def test_descriptor_that_lingers(
+    broker: RunningBroker,
+    lingering: socket.socket,
+    odd: Callable[[socket.socket, socket.socket], None],
+) -> None:
+    """However it comes, to close it keeps nobody waiting, the keeper neither, and it is closed."""
+    before = broker.open_descriptors()
+    with connect(broker.directory) as session, stopped(broker.server_pid()):
+        odd(session, lingering)
+    eventually(lambda: broker.status()["sessions"] == [], 2, "the end of the session")
+    with RawDealer(broker.directory) as dealer:
+        assert dealer.ping_seconds() < 1 * SCALE
+    eventually(lambda: broker.open_descriptors() <= before, 2, "closed descriptors")
+    os.kill(broker.server_pid(), signal.SIGKILL)
+    with RawDealer(broker.directory) as dealer:
+        assert dealer.ping_seconds() < BACK_SECONDS * SCALE
+
+
+def test_descriptor_of_a_refused_peer(start_broker: StartBroker, lingering: socket.socket) -> None:
+    """The same for what was sent before anybody could say that there is no session."""
+    broker = start_broker("--limit", "process_sessions=1")
+    with (
+        RawSession(broker.directory),
+        stopped(broker.server_pid()),
+        connect(broker.directory) as refused,
+    ):
+        send(refused, DELIVER, lingering)
+    eventually(lambda: broker.counter("sessions_refused") == 1, 2, "the refusal")
+    with RawDealer(broker.directory) as dealer:
+        assert dealer.ping_seconds() < 1 * SCALE
+
+
+def test_source_that_lingers(
+    broker: RunningBroker, lingering: socket.socket, tmp_path: Path
+) -> None:
+    """A request's own descriptor too, if it is no folder; for what is resident nobody looks."""
+    checkpoint = small_checkpoint(tmp_path / "c")
+    with open_checkpoint(checkpoint) as opened:
+        acquire = wire.Acquire("1", wire.Demand(device="SIM-0"), describe_source(opened))
+    with (
+        broker.client() as client,
+        client.acquire(Checkpoint(checkpoint)),
+        RawSession(broker.directory) as session,
+        RawDealer(broker.directory) as dealer,
+    ):
+        session.hello(dealer)
+        send(session.socket, DELIVER, lingering)
+        assert dealer.ask(b"1", b"acquire", wire.encode(acquire))[1] == b"ok"
+        assert dealer.ping_seconds() < 1 * SCALE
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """The process does not run meanwhile: all of it is there when it does again."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
