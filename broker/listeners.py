@@ -7,6 +7,7 @@ looked after: what is missing is made again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
@@ -17,6 +18,7 @@ from broker.errors import BadRequest
 from broker.name_lock import NameLock
 from broker.rundir import BrokerPaths, is_private_directory, mode_of, share_with_group
 
+SO_PASSRIGHTS = 83  # asm-generic/socket.h, Linux 6.16
 LISTEN_BACKLOG = 1024
 """Connections that may wait to be accepted: every engine of a node may connect at once."""
 
@@ -133,6 +135,8 @@ def create_listener(path: Path, kind: socket.SocketKind, group: int | None = Non
         os.chmod(path, 0o600)  # noqa: PTH101
         if group is not None:
             share_with_group(path, group, 0o660)
+        if kind is socket.SOCK_STREAM:
+            _take_no_descriptors(listener)
         listener.listen(LISTEN_BACKLOG)
     except BadRequest:
         listener.close()
@@ -146,6 +150,13 @@ def create_listener(path: Path, kind: socket.SocketKind, group: int | None = Non
         reason = error.strerror or str(error)
         raise BadRequest(f"cannot listen at {path} ({reason})", path=str(path)) from error
     return listener
+
+
+def _take_no_descriptors(listener: socket.socket) -> None:
+    """Refuse the ones that a peer sends to libzmq, which takes none: the kernel would close them in
+    libzmq's thread, and that may take as long as the peer likes (strays.py)."""
+    with contextlib.suppress(OSError):  # before Linux 6.16 there is no such option
+        listener.setsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS, 0)
 
 
 def remove_socket(path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from broker import wire
 from broker.checkpoints.describe import describe_source
 from broker.checkpoints.files import open_checkpoint
+from broker.listeners import SO_PASSRIGHTS
 from broker.packets import MOST_SENT
 from engine_client import Checkpoint
 from tests.processes.conftest import brokers
@@ -24,6 +25,7 @@ from tests.support.clock import SCALE, eventually
 from tests.support.processes import LOADER_FAULTS, RunningBroker
 from tests.support.raw import RawDealer, RawSession
 from tests.support.stored import small_checkpoint
+from tests.support.streams import connect_raw
 
 StartBroker = Callable[..., RunningBroker]
 
@@ -231,6 +233,18 @@ def test_descriptor_of_a_refused_peer(start_broker: StartBroker, lingering: sock
         send(refused, DELIVER, lingering)
     eventually(lambda: broker.counter("sessions_refused") == 1, 2, "the refusal")
     with RawDealer(broker.directory) as dealer:
+        assert dealer.ping_seconds() < 1 * SCALE
+
+
+def test_descriptor_for_libzmq(broker: RunningBroker, lingering: socket.socket) -> None:
+    """A conversation takes none, so that libzmq's thread closes none."""
+    with connect_raw(broker.directory) as connection, RawDealer(broker.directory) as dealer:
+        try:
+            connection.getsockopt(socket.SOL_SOCKET, SO_PASSRIGHTS)
+        except OSError:
+            pytest.skip("the kernel cannot refuse descriptors: Linux 6.16 can")
+        with pytest.raises(PermissionError):
+            send(connection, b"x", lingering)
         assert dealer.ping_seconds() < 1 * SCALE
 
 
