@@ -290,8 +290,10 @@ class Keeper:
 
     def _send(self, link: socket.socket, packet: bytes, descriptors: list[int]) -> None:
         while not try_send(link, packet, descriptors):
+            # Room, and yet not for this packet: too many descriptors are on their way, for a while.
+            is_crowded = wait_for_room(link, 0)
+            self._wait(LEAST_DELAY_SECONDS if is_crowded else 0)
             wait_for_room(link, FULL_SECONDS)
-            self._wait(0)
             self._kill_if_due()
 
     def _mend(self) -> bool:

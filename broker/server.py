@@ -125,7 +125,7 @@ class Server:
         self._metrics = serve_metrics(self, inherited.listeners.get(METRICS))
         self.loop.add(self.conversation.fileno(), READ, self.conversation.on_readable)
         self.loop.add(self.keeper.fileno(), READ, self._on_keeper)
-        self.keeper.on_behind(lambda: self.loop.modify(self.keeper.fileno(), READ | WRITE))
+        self.keeper.on_behind(self._await_keeper)
 
     def _budgets(self, inherited: Inheritance) -> dict[str, Budget]:
         """Limits stay what they were at the first start: what was free then is in use now."""
@@ -175,10 +175,17 @@ class Server:
     def _on_keeper(self, events: int) -> None:
         if events & WRITE:
             self.keeper.catch_up()
-            if not self.keeper.is_behind:
-                self.loop.modify(self.keeper.fileno(), READ)
+            self.loop.modify(self.keeper.fileno(), READ)
+            if self.keeper.is_behind:
+                # There is room, perhaps but not for descriptors (ETOOMANYREFS), and so for a while.
+                self.loop.call_later(RETRY_SECONDS, self._await_keeper)
         if events & ~WRITE:
             self._keeper_gone()
+
+    def _await_keeper(self) -> None:
+        """Go on with what waits for the keeper when it has room."""
+        if self.keeper.is_behind:
+            self.loop.modify(self.keeper.fileno(), READ | WRITE)
 
     def _keeper_gone(self) -> None:
         """Without its keeper a server must not go on: nobody would take over from it."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import fcntl
 import os
 import socket
+import termios
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -36,6 +38,14 @@ SPARE_DESCRIPTORS = 96
 """Kept free of delivered ones."""
 MAX_AHEAD = 1024
 """Packets that may come before the descriptor that a request needs: an attach of every thread."""
+MAX_UNSENT_AHEAD = 8
+"""Answers that may wait while it is looked for."""
+MAX_PASSED = 8
+"""Packets with descriptors that a peer may leave unread. The kernel limits those of all peers
+together (unix(7), ETOOMANYREFS)."""
+PAUSE_SECONDS = 0.005
+LONGEST_PAUSE_SECONDS = 0.25
+"""Before descriptors that could not be sent are tried again; it doubles."""
 
 
 class PeerIdentity(msgspec.Struct, frozen=True):
@@ -123,6 +133,9 @@ class SessionPeer:
         self._delivered: dict[tuple[bytes, str], int] = {}
         self._refused: dict[tuple[bytes, str], BrokerError] = {}
         self._unsent: list[tuple[bytes, list[int]]] = []
+        self._passed = 0
+        self._is_held_back = False
+        self._pause = PAUSE_SECONDS
         self._open = True
         connection.setblocking(False)
         loop.add(connection.fileno(), READ, self._on_event)
@@ -147,8 +160,8 @@ class SessionPeer:
         packet = wire.encode(message)
         if self._unsent or not self._try_send(packet, descriptors):
             self._unsent.append((packet, [os.dup(descriptor) for descriptor in descriptors]))
-            if self._open:
-                self._loop.modify(self._connection.fileno(), WRITE)
+            if len(self._unsent) == 1:
+                self._wait_to_send()
             if len(self._unsent) > self._limits.packets:
                 self._end(f"it does not read its session {self._limits.reached('packets')}")
 
@@ -162,15 +175,23 @@ class SessionPeer:
 
         Raises:
             BadRequest: it was not delivered before the request.
-            Busy: it was, and there was no room for it.
+            Busy: it was, and there was no room for it; or nothing is read, since answers wait.
         """
         for _ in range(MAX_AHEAD):
-            if (request, what) in self._delivered or not self._receive():
+            if (request, what) in self._delivered or not self._receive(MAX_UNSENT_AHEAD):
                 break
         refusal = self._refused.pop((request, what), None)
         if refusal is not None:
             raise refusal
         descriptor = self._delivered.pop((request, what), None)
+        if descriptor is None and self._unsent:
+            raise Busy(
+                f"the {what}'s descriptor is not read while answers wait on the session socket: "
+                "the engine reads them too slowly, or as many descriptors are on their way as the "
+                f"broker's user may have ({descriptor_limit()})",
+                limit="RLIMIT_NOFILE",
+                value=descriptor_limit(),
+            )
         if descriptor is None:
             raise BadRequest(f"the {what}'s descriptor did not arrive on the session socket first")
         return descriptor
@@ -178,7 +199,7 @@ class SessionPeer:
     def discard(self, request: bytes) -> None:
         """What was delivered for this request a second time is not needed."""
         for _ in range(MAX_AHEAD):
-            if not self._receive():
+            if not self._receive(MAX_UNSENT_AHEAD):
                 break
         for key in [key for key in self._delivered if key[0] == request]:
             close_received(self._delivered.pop(key))
@@ -237,6 +258,7 @@ class SessionPeer:
         while self._unsent:
             packet, descriptors = self._unsent[0]
             if not self._try_send(packet, descriptors):
+                self._wait_to_send()
                 return
             if not self._open:
                 return  # it turned out to be gone, and everything was dropped
@@ -244,19 +266,48 @@ class SessionPeer:
             for descriptor in descriptors:
                 os.close(descriptor)
         if self._open:
+            self._pause = PAUSE_SECONDS
             self._loop.modify(self._connection.fileno(), READ)
+
+    def _wait_to_send(self) -> None:
+        """Until the socket has room, which it tells; that descriptors may go, nobody tells."""
+        number = self._connection.fileno()
+        if not self._is_held_back:
+            self._loop.modify(number, WRITE)
+            return
+        self._loop.modify(number, 0)  # of its end it tells always
+        self._loop.call_later(self._pause, lambda: self._on_event(WRITE))
+        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+
+    def _may_pass_on(self) -> bool:
+        """Whether the peer has read the descriptors it was sent, but a few."""
+        if self._passed < MAX_PASSED:
+            return True
+        queued = array.array("i", [0])
+        fcntl.ioctl(self._connection, termios.TIOCOUTQ, queued)
+        if not queued[0]:
+            self._passed = 0
+        return not queued[0]
 
     def _try_send(self, packet: bytes, descriptors: Sequence[int]) -> bool:
         if not self._open:
             return True
+        self._is_held_back = bool(descriptors) and not self._may_pass_on()
+        if self._is_held_back:
+            return False
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors).tobytes())
         try:
             self._connection.sendmsg([packet], [rights] if descriptors else [])
         except BlockingIOError:
             return False
         except OSError as error:
+            if error.errno == errno.ETOOMANYREFS:  # not its fault: of all peers together
+                self._is_held_back = True
+                return False
             # End-of-file will say so too, but perhaps only after an answer is due.
             self._end(f"its session socket failed ({error.strerror})")
+        if descriptors:
+            self._passed += 1
         return True
 
     def _drop_unsent(self) -> None:
@@ -265,12 +316,12 @@ class SessionPeer:
                 os.close(descriptor)
         self._unsent.clear()
 
-    def _receive(self) -> bool:
+    def _receive(self, most_unsent: int = 0) -> bool:
         """Handle the next packet; false if there is none, or nothing that may be read now.
 
         A peer that is not reading our packets is not read either.
         """
-        if not self._open or self._unsent:
+        if not self._open or len(self._unsent) > most_unsent:
             return False
         try:
             packet, descriptors, truncated = receive_packet(

@@ -1,15 +1,27 @@
-"""What the kernel says of the process at the other end of a session."""
+"""What the kernel says of the process at the other end of a session; packets that have to wait."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import os
 import socket
 import struct
+import time
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
+from typing_extensions import Buffer
 
-from broker.sessions import SO_PEERPIDFD, identify
+from broker import wire
+from broker.errors import Busy
+from broker.limits import DEFAULTS
+from broker.loop import Loop
+from broker.packets import receive_packet
+from broker.sessions import MAX_PASSED, SO_PEERPIDFD, PeerIdentity, SessionPeer, identify
+from engine_client.calls import close_all
+from tests.support.clock import SCALE
 
 
 class PeerOnKernel(socket.socket):
@@ -35,3 +47,141 @@ def test_process_without_pidfd(error: int, has_ended: bool) -> None:
         identity = identify(connection)
     assert (identity.pidfd, identity.has_ended) == (None, has_ended)
     assert (identity.pid, identity.uid) == (os.getpid(), os.getuid())
+
+
+# --- descriptors that cannot be sent yet --------------------------------------------------------
+
+CANNOT_SECONDS = 0.3
+ATTACH = wire.encode(wire.Attach("1"))
+
+
+class CrowdedSocket(socket.socket):
+    """A connection of a user who has too many descriptors on their way until some moment."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        super().__init__(fileno=connected.detach())
+        self.crowded_until = 0.0
+        self.refused = 0
+
+    def sendmsg(  # type: ignore[override]
+        self, buffers: Iterable[Buffer], ancillary: Iterable[tuple[int, int, bytes]] = ()
+    ) -> int:
+        if ancillary and time.monotonic() < self.crowded_until:
+            self.refused += 1
+            raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
+        return super().sendmsg(buffers, ancillary)
+
+
+class Session:
+    """A session whose broker answers every attach with a descriptor, and its engine's socket."""
+
+    def __init__(self) -> None:
+        ours, self.engine = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.engine.setblocking(False)
+        self.socket = CrowdedSocket(ours)
+        self.loop = Loop()
+        self.counts: list[int] = []
+        """Of the descriptors with each packet that the engine has read."""
+        self.ends: list[str] = []
+        self.peer = SessionPeer(
+            self.loop,
+            1,
+            self.socket,
+            PeerIdentity(1, 0, "engine", None),
+            DEFAULTS,
+            lambda peer, attach: peer.send(wire.Attached(attach.lease, 1, "e"), [0]),
+            lambda _peer, how: self.ends.append(how),
+            lambda _peer, _error: None,
+            _fail,
+        )
+
+    def turn_until(self, condition: Callable[[], bool], seconds: float = 5.0) -> None:
+        """Turn the loop until then, or fail."""
+        limit = time.monotonic() + seconds * SCALE
+
+        def look() -> None:
+            if condition() or time.monotonic() > limit:
+                self.loop.stop()
+            else:
+                self.loop.call_later(0.001, look)
+
+        self.loop.call_later(0, look)
+        self.loop.run(lambda: False)
+        assert condition(), self.ends
+
+    def read(self) -> int:
+        """Have the engine read what is there; how many packets it has read by now."""
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                _packet, descriptors, _cut = receive_packet(self.engine, 1024)
+                close_all(descriptors)
+                self.counts.append(len(descriptors))
+        return len(self.counts)
+
+    def close(self) -> None:
+        self.peer.close()
+        self.engine.close()
+        self.loop.close()
+
+
+def _fail(error: Exception, _session: int) -> None:
+    raise error
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    session = Session()
+    yield session
+    session.close()
+
+
+def test_too_many_descriptors_on_their_way(session: Session) -> None:
+    """That they cannot be sent now is not the peer's end: they are sent later, in order, and
+    meanwhile the loop does not turn in circles."""
+    session.socket.crowded_until = time.monotonic() + CANNOT_SECONDS
+    for _ in range(3):
+        session.engine.send(ATTACH)
+    session.turn_until(lambda: session.read() == 3)
+    assert 2 < session.socket.refused < 20
+    session.engine.send(ATTACH)  # and it is read again
+    session.turn_until(lambda: session.read() == 4)
+    assert session.counts == [1] * 4
+    assert session.ends == []
+
+
+def test_descriptors_that_are_not_read(session: Session) -> None:
+    """A few are on their way to one session; the others wait until it has read those."""
+    attaches = 5 * MAX_PASSED
+    for _ in range(attaches):
+        session.engine.send(ATTACH)
+    turns = itertools.count()
+    session.turn_until(lambda: next(turns) > 2 * attaches)
+    assert session.read() == MAX_PASSED
+    session.turn_until(lambda: session.read() == attaches)
+    assert session.counts == [1] * attaches
+    assert session.ends == []
+
+
+def test_end_of_a_peer_whose_descriptors_wait(session: Session) -> None:
+    """It is seen though nothing can be sent to it."""
+    session.socket.crowded_until = time.monotonic() + 3600
+    session.engine.send(ATTACH)
+    session.turn_until(lambda: session.socket.refused > 1)
+    session.engine.close()
+    session.turn_until(lambda: bool(session.ends))
+
+
+def test_requests_meanwhile(session: Session) -> None:
+    """A request's own descriptor is found behind a few attaches whose answers wait; behind many it
+    is `Busy`, which is no mistake of the engine's."""
+    session.socket.crowded_until = time.monotonic() + 3600
+    for _ in range(3):
+        session.engine.send(ATTACH)
+    socket.send_fds(session.engine, [wire.encode(wire.Deliver(b"1", "source"))], [0])
+    close_all([session.peer.take(b"1", "source")])
+    for _ in range(100):
+        session.engine.send(ATTACH)
+    socket.send_fds(session.engine, [wire.encode(wire.Deliver(b"2", "source"))], [0])
+    with pytest.raises(Busy, match="the source's descriptor is not read while answers wait"):
+        session.peer.take(b"2", "source")
+    assert session.ends == []

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -265,6 +268,77 @@ def test_source_that_lingers(
         send(session.socket, DELIVER, lingering)
         assert dealer.ask(b"1", b"acquire", wire.encode(acquire))[1] == b"ok"
         assert dealer.ping_seconds() < 1 * SCALE
+
+
+# --- descriptors that are on their way ----------------------------------------------------------
+
+FILES = 512
+"""That a broker may have open, and that may be on their way before it can send no more."""
+LIMITED = ("prlimit", f"--nofile={FILES}:{FILES}")
+UNPRIVILEGED = ("setpriv", "--bounding-set", "-sys_resource,-sys_admin")
+"""Root is not limited."""
+WATCHED_SECONDS = 0.4
+"""That the use of the processor is looked at."""
+
+
+@pytest.fixture
+def limited(start_broker: StartBroker) -> RunningBroker:
+    within = (*UNPRIVILEGED, *LIMITED) if os.geteuid() == 0 else LIMITED
+    if not all(map(shutil.which, ("setpriv", "prlimit"))):
+        pytest.skip("no setpriv, no prlimit (util-linux)")
+    return start_broker(within=within)
+
+
+@contextmanager
+def crowd() -> Iterator[None]:
+    """This user has more descriptors on their way than that meanwhile."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        for _ in range(FILES // MOST_SENT + 1):
+            try:
+                socket.send_fds(theirs, [b"x"], [0] * MOST_SENT)
+            except OSError as error:
+                pytest.skip(f"cannot have so many on their way: {error}")
+        yield
+
+
+def test_too_many_descriptors_on_their_way(limited: RunningBroker, tmp_path: Path) -> None:
+    """That descriptors cannot be sent for a while ends no session and keeps no processor busy."""
+    checkpoint = Checkpoint(small_checkpoint(tmp_path / "c"), "named")
+    with limited.client() as client, ThreadPoolExecutor(1) as pool:
+        first = client.acquire(checkpoint)
+        with crowd():
+            again = pool.submit(client.acquire, "named")
+            granted = limited.counter
+            eventually(lambda: granted("leases_granted") == 2, 2, "the second lease")
+            keeper, server = (processor_seconds(pid) for pid in limited.processes())
+            began = time.monotonic()
+            with RawDealer(limited.directory) as dealer, connect(limited.directory):
+                eventually(lambda: time.monotonic() > began + WATCHED_SECONDS, 5, "some time")
+                assert dealer.ping_seconds() < 1 * SCALE
+            assert processor_seconds(limited.pid) - keeper < WATCHED_SECONDS / 8
+            assert processor_seconds(limited.server_pid()) - server < WATCHED_SECONDS / 8
+            assert not again.done()
+        assert again.result(5 * SCALE).set_id == first.set_id
+        assert client.is_connected
+
+
+def test_server_that_dies_meanwhile(limited: RunningBroker) -> None:
+    """Its successor gets the sessions as soon as they can be sent; the keeper waits in peace."""
+    with limited.client() as client:
+        with crowd():
+            os.kill(limited.server_pid(), signal.SIGKILL)
+            eventually(lambda: "server-died" in limited.log.read_text(), 5, "the server's end")
+            before, began = processor_seconds(limited.pid), time.monotonic()
+            eventually(lambda: time.monotonic() > began + WATCHED_SECONDS, 5, "some time")
+            assert processor_seconds(limited.pid) - before < WATCHED_SECONDS / 8
+        assert client.ping().pid == limited.server_pid()
+
+
+def processor_seconds(pid: int) -> float:
+    """That the process has used so far (proc(5), stat: utime and stime)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
