@@ -45,7 +45,7 @@ from broker.requests import Tickets
 from broker.rundir import BrokerPaths
 from broker.sd_notify import watchdog_seconds
 from broker.served import limit_of, open_served
-from broker.sessions import PeerIdentity, SessionPeer, end_connection, identify
+from broker.sessions import Passed, PeerIdentity, SessionPeer, end_connection, identify
 from broker.stop_signals import on_stop_signal
 from broker.store import Store
 from broker.times import Times
@@ -104,6 +104,7 @@ class Server:
         self._memory_notes = MemoryNotes(self.loop, self.books, self._journal)
         self.helpers = Helpers(self.loop)
         self.peers: dict[int, SessionPeer] = {}
+        self._passed = Passed()
         self.preloads: list[Preload] = []
         self.times = Times(self.books.sets)
         self.measures = Measures()
@@ -398,6 +399,7 @@ class Server:
             connection,
             identity,
             self.config.limits,
+            self._passed,
             self._attach,
             self._session_ended,
             self._packet_refused,

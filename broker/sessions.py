@@ -41,8 +41,9 @@ MAX_AHEAD = 1024
 MAX_UNSENT_AHEAD = 8
 """Answers that may wait while it is looked for."""
 MAX_PASSED = 8
-"""Packets with descriptors that a peer may leave unread. The kernel limits those of all peers
-together (unix(7), ETOOMANYREFS)."""
+"""Packets with descriptors that a peer may leave unread; one, where all leave many."""
+DESCRIPTORS_PASSED = 2
+"""In one of these packets: slab and manifest."""
 PAUSE_SECONDS = 0.005
 LONGEST_PAUSE_SECONDS = 0.25
 """Before descriptors that could not be sent are tried again; it doubles."""
@@ -56,6 +57,19 @@ class PeerIdentity(msgspec.Struct, frozen=True):
     command: str
     pidfd: int | None
     has_ended: bool = False
+
+
+class Passed(msgspec.Struct):
+    """What all sessions may have left unread. The kernel limits how many descriptors a user has on
+    their way (unix(7), ETOOMANYREFS), and half of those are for the keeper, and for who does read.
+
+    Attributes:
+        most: packets with descriptors.
+        packets: those sent since each socket was last seen empty.
+    """
+
+    most: int = msgspec.field(default_factory=lambda: descriptor_limit() // 2 // DESCRIPTORS_PASSED)
+    packets: int = 0
 
 
 def identify(connection: socket.socket) -> PeerIdentity:
@@ -94,6 +108,7 @@ class SessionPeer:
     """One session's socket. All methods belong to the loop's thread.
 
     Args:
+        passed: of all sessions together.
         on_attach: an engine wants a lease's descriptors.
         on_end: end-of-file or the pidfd; called once, with a sentence's end ("it ended …").
         on_refusal: a packet was answered with this error.
@@ -112,6 +127,7 @@ class SessionPeer:
         connection: socket.socket,
         identity: PeerIdentity,
         limits: Limits,
+        passed: Passed,
         on_attach: Callable[[SessionPeer, wire.Attach], None],
         on_end: Callable[[SessionPeer, str], None],
         on_refusal: Callable[[SessionPeer, BrokerError], None],
@@ -133,6 +149,7 @@ class SessionPeer:
         self._delivered: dict[tuple[bytes, str], int] = {}
         self._refused: dict[tuple[bytes, str], BrokerError] = {}
         self._unsent: list[tuple[bytes, list[int]]] = []
+        self._all_passed = passed
         self._passed = 0
         self._is_held_back = False
         self._pause = PAUSE_SECONDS
@@ -225,6 +242,7 @@ class SessionPeer:
             close_received(descriptor)
         self._delivered.clear()
         self._drop_unsent()
+        self._forget_passed()
 
     def _end(self, how: str) -> None:
         if self._open:
@@ -281,13 +299,18 @@ class SessionPeer:
 
     def _may_pass_on(self) -> bool:
         """Whether the peer has read the descriptors it was sent, but a few."""
-        if self._passed < MAX_PASSED:
+        is_crowded = self._all_passed.packets >= self._all_passed.most
+        if self._passed < (1 if is_crowded else MAX_PASSED):
             return True
         queued = array.array("i", [0])
         fcntl.ioctl(self._connection, termios.TIOCOUTQ, queued)
         if not queued[0]:
-            self._passed = 0
+            self._forget_passed()
         return not queued[0]
+
+    def _forget_passed(self) -> None:
+        self._all_passed.packets -= self._passed
+        self._passed = 0
 
     def _try_send(self, packet: bytes, descriptors: Sequence[int]) -> bool:
         if not self._open:
@@ -308,6 +331,7 @@ class SessionPeer:
             self._end(f"its session socket failed ({error.strerror})")
         if descriptors:
             self._passed += 1
+            self._all_passed.packets += 1
         return True
 
     def _drop_unsent(self) -> None:

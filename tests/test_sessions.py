@@ -19,7 +19,7 @@ from broker.errors import Busy
 from broker.limits import DEFAULTS
 from broker.loop import Loop
 from broker.packets import receive_packet
-from broker.sessions import MAX_PASSED, SO_PEERPIDFD, PeerIdentity, SessionPeer, identify
+from broker.sessions import MAX_PASSED, SO_PEERPIDFD, Passed, PeerIdentity, SessionPeer, identify
 from engine_client.calls import close_all
 from tests.support.clock import SCALE
 
@@ -75,7 +75,7 @@ class CrowdedSocket(socket.socket):
 class Session:
     """A session whose broker answers every attach with a descriptor, and its engine's socket."""
 
-    def __init__(self) -> None:
+    def __init__(self, passed: Passed) -> None:
         ours, self.engine = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.engine.setblocking(False)
         self.socket = CrowdedSocket(ours)
@@ -89,6 +89,7 @@ class Session:
             self.socket,
             PeerIdentity(1, 0, "engine", None),
             DEFAULTS,
+            passed,
             lambda peer, attach: peer.send(wire.Attached(attach.lease, 1, "e"), [0]),
             lambda _peer, how: self.ends.append(how),
             lambda _peer, _error: None,
@@ -129,8 +130,13 @@ def _fail(error: Exception, _session: int) -> None:
 
 
 @pytest.fixture
-def session() -> Iterator[Session]:
-    session = Session()
+def passed() -> Passed:
+    return Passed()
+
+
+@pytest.fixture
+def session(passed: Passed) -> Iterator[Session]:
+    session = Session(passed)
     yield session
     session.close()
 
@@ -160,6 +166,19 @@ def test_descriptors_that_are_not_read(session: Session) -> None:
     session.turn_until(lambda: session.read() == attaches)
     assert session.counts == [1] * attaches
     assert session.ends == []
+
+
+def test_descriptors_that_many_do_not_read(session: Session, passed: Passed) -> None:
+    """Where all sessions together leave too many unread, each may leave one."""
+    passed.packets = passed.most
+    for _ in range(2 * MAX_PASSED):
+        session.engine.send(ATTACH)
+    turns = itertools.count()
+    session.turn_until(lambda: next(turns) > 4 * MAX_PASSED)
+    assert session.read() == 1
+    session.turn_until(lambda: session.read() == 2 * MAX_PASSED)
+    session.peer.close()
+    assert passed.packets == passed.most  # the others': what this one had is forgotten
 
 
 def test_end_of_a_peer_whose_descriptors_wait(session: Session) -> None:
