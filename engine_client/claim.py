@@ -16,6 +16,7 @@ from broker.memfd import sealed_memfd
 from broker.weights import Manifest, encode_manifest
 from engine_client.deadline import Deadline
 from engine_client.delivery import check_descriptors
+from engine_client.descriptors import closed_after
 from engine_client.session import Session
 
 ATTACH_SECONDS = 30.0
@@ -64,12 +65,9 @@ class HeldClaim:
         finally:
             os.close(blob)
         _nbytes, descriptors = self._session.attach(self.claim, Deadline(ATTACH_SECONDS))
-        try:
+        with closed_after(descriptors):
             check_descriptors(descriptors, 1, "a claim")
-            yield descriptors[0], reserved.nbytes
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            yield descriptors[0].fileno(), reserved.nbytes
 
     def seal(
         self,

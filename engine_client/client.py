@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -94,8 +93,8 @@ class EngineClient(Operator, Publisher, Closeable):
             raise
         self._watches = Watches(self._session)
         self._leases = itertools.count(1)
-        self._lock = threading.Lock()
-        self._weights: weakref.WeakSet[WeightSet] = weakref.WeakSet()
+        # Not a WeakSet: it runs code of Python's when one dies, which an interrupt would cut short.
+        self._weights: set[weakref.ref[WeightSet]] = set()
 
     @property
     def epoch(self) -> str:
@@ -263,8 +262,7 @@ class EngineClient(Operator, Publisher, Closeable):
 
     def _hold(self, lease: Lease) -> WeightSet:
         weights = WeightSet(lease, self._acquire_newest, self._device.ordinal)
-        with self._lock:
-            self._weights.add(weights)
+        self._weights.add(weakref.ref(weights, self._weights.discard))
         return weights
 
     def _acquire_newest(self, key: WeightKey, generation: str | None) -> WeightSet:
@@ -333,15 +331,16 @@ class EngineClient(Operator, Publisher, Closeable):
     def close(self) -> None:
         """Give back what has no live tensors, end the session. Idempotent.
 
-        In a forked child it does nothing: session and leases are the parent's.
+        Safe in a signal's handler, whatever that has interrupted. Weights that a thread is about to
+        make tensors of, or to put to sleep or wake, stay mapped until they are dropped. In a forked
+        child it does nothing: session and leases are the parent's.
         """
         if self._session.is_inherited:
             return
-        with self._lock:
-            opened = list(self._weights)
-        for weights in opened:
-            if not weights.is_released and not weights.live_tensors():
-                weights.release()
+        for reference in list(self._weights):
+            weights = reference()
+            if weights is not None:
+                weights.release_unused()
         self._session.close()
 
 

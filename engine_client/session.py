@@ -13,7 +13,8 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,9 +39,11 @@ from broker.errors import (
     from_payload,
 )
 from broker.rundir import broker_not_found, find_brokers
-from engine_client.calls import Call, close_all
+from engine_client.calls import Call
 from engine_client.channel import Channel
 from engine_client.deadline import Deadline
+from engine_client.descriptors import Descriptor, closed_after
+from engine_client.listeners import Listeners
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -75,7 +78,8 @@ class Session:
     ) -> None:
         self._pid = os.getpid()
         self._welcome: queue.SimpleQueue[wire.Welcome | BrokerError] = queue.SimpleQueue()
-        self._channel = Channel(connection, router, self._welcome.put)
+        self._listeners = Listeners()
+        self._channel = Channel(connection, router, self._welcome.put, self._listeners)
         _live.add(self)
         try:
             self._greet(platform, label, Deadline(timeout))
@@ -153,8 +157,8 @@ class Session:
         """As `call`, for an answer of several kinds: the payload of the `ok`."""
         deadline = deadline or Deadline(None)
         call = self._request(operation, message, deliver)
-        self._channel.submit(call)
         try:
+            self._channel.submit(call)
             while True:
                 status, payload = self._next(call, deadline, stage or f"waiting for {operation}")
                 if status == wire.OK:
@@ -179,9 +183,12 @@ class Session:
             self._channel.submit(call)
         except BrokerError:
             return  # the session has ended, and with it whatever this would have told
+        except BaseException:  # an interrupt: it may be said half, so it is said again or never
+            self._channel.settle(call)
+            raise
 
-    def attach(self, lease: str, deadline: Deadline) -> tuple[int, list[int]]:
-        """The slab's size in bytes and the descriptors of a lease or claim; the caller owns them.
+    def attach(self, lease: str, deadline: Deadline) -> tuple[int, list[Descriptor]]:
+        """The slab's size in bytes and the descriptors of a lease or claim.
 
         Raises:
             RequestTimeout, BrokerLost, BadRequest (no such lease), StaleEpoch.
@@ -189,34 +196,35 @@ class Session:
         message, descriptors = self._attach(lease, deadline)
         return message.nbytes, descriptors
 
-    def canary(self, device: str, deadline: Deadline) -> Canary:
-        """The slab by which this process finds out whether it reads what others wrote.
+    @contextmanager
+    def canary(self, device: str, deadline: Deadline) -> Iterator[Canary]:
+        """The slab by which this process finds out whether it reads what others wrote, in a block.
 
         Raises:
             RequestTimeout, BrokerLost, BadRequest (the broker has none for this device).
         """
         message, descriptors = self._attach(f"{wire.CANARY}{device}", deadline)
-        if len(descriptors) != 1:
-            close_all(descriptors)
-            raise InternalError(
-                f"the broker delivered {len(descriptors)} descriptors, not a canary"
-            )
-        return Canary(descriptors[0], message.nbytes, message.seed)
+        with closed_after(descriptors):
+            if len(descriptors) != 1:
+                raise InternalError(
+                    f"the broker delivered {len(descriptors)} descriptors, not a canary"
+                )
+            yield Canary(descriptors[0].fileno(), message.nbytes, message.seed)
 
-    def _attach(self, lease: str, deadline: Deadline) -> tuple[wire.Attached, list[int]]:
+    def _attach(self, lease: str, deadline: Deadline) -> tuple[wire.Attached, list[Descriptor]]:
         self._check_process()
         call = Call(packet=wire.encode(wire.Attach(lease)), lease=lease)
-        self._channel.submit(call)
+        message: wire.Attached
+        descriptors: list[Descriptor]
         try:
-            _status, delivered = self._next(call, deadline, "receiving the descriptors")
-        except BaseException:
+            self._channel.submit(call)
+            _status, (message, descriptors) = self._next(
+                call, deadline, "receiving the descriptors"
+            )
+        finally:
             self._channel.settle(call)
-            _close_delivered(call)
-            raise
-        self._channel.settle(call)
-        message, descriptors = delivered
         if message.epoch != self.epoch:
-            close_all(descriptors)
+            descriptors.clear()
             raise StaleEpoch(
                 f"the descriptors are of epoch {message.epoch}, this session is of {self.epoch}"
             )
@@ -236,7 +244,7 @@ class Session:
         call = Call(frames=[request, b"", operation.encode(), payload])
         if deliver is not None:
             call.packet = wire.encode(wire.Deliver(request, deliver[0]))
-            call.descriptor = os.dup(deliver[1])
+            call.descriptor = Descriptor(os.dup(deliver[1]))
         return call
 
     def _next(self, call: Call, deadline: Deadline, stage: object) -> tuple[str, Any]:
@@ -269,13 +277,12 @@ class Session:
     def on_lost(self, callback: Callable[[], None]) -> None:
         """Call back once, from the I/O thread, when the broker is gone (at once if it is)."""
         self._check_process()
-        if self._channel.on_lost(callback):
-            callback()
+        self._listeners.on_lost(callback)
 
     def on_event(self, callback: Callable[[wire.Event], None]) -> Callable[[], None]:
         """Call back for every event, from the I/O thread; the result, called, ends that."""
         self._check_process()
-        return self._channel.on_event(callback)
+        return self._listeners.on_event(callback)
 
     @property
     def is_usable(self) -> bool:
@@ -292,7 +299,7 @@ class Session:
     def close(self) -> None:
         """End the session; the broker takes its leases back. Idempotent; nothing in a child."""
         if not self.is_inherited:
-            self.leave()
+            self._channel.leave()
             self._channel.close(UsageError("this client is closed"))
 
     def leave(self) -> None:
@@ -382,14 +389,6 @@ def _limit_waiting(connection: socket.socket, timeout: float | None) -> None:
 def decoded(kind: type[T], payload: bytes) -> T:
     result: T = wire.decode_reply(kind, payload)
     return result
-
-
-def _close_delivered(call: Call) -> None:
-    """Descriptors that came when nobody waited any more."""
-    while call.arrived is not None and not call.arrived.empty():
-        _status, delivered = call.arrived.get()
-        if isinstance(delivered, tuple):
-            close_all(delivered[1])
 
 
 def _after_fork_in_child() -> None:

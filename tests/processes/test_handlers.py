@@ -1,0 +1,115 @@
+"""Handlers of signals: they come between any two steps of the main thread, and close or raise."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from broker.errors import BrokerError
+from engine_client import Checkpoint, EngineClient, WeightSet
+from tests.support.clock import SCALE, eventually
+from tests.support.moments import at_line
+from tests.support.processes import RunningBroker
+from tests.support.stored import small_checkpoint
+
+HANG_SECONDS = 3.0
+
+ENGINE = """
+import signal, sys
+from engine_client import Checkpoint, EngineClient
+client = EngineClient("simulated", directory=sys.argv[1])
+def stop(*_):
+    client.close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+print("ready", flush=True)
+while True:
+    client.acquire(Checkpoint(sys.argv[2])).release()
+"""
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    return Checkpoint(small_checkpoint(tmp_path / "checkpoint"))
+
+
+def leases(broker: RunningBroker) -> int:
+    return sum(len(entry["leases"]) for entry in broker.status()["sets"])
+
+
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("weight-broker-slab")
+
+
+# --- handlers that close the client ---------------------------------------------------------------
+
+
+def ping(client: EngineClient, _weights: WeightSet) -> None:
+    client.ping()
+
+
+def release(_client: EngineClient, weights: WeightSet) -> None:
+    weights.release()
+
+
+def view(_client: EngineClient, weights: WeightSet) -> None:
+    weights.memory("layer.1.weight").release()
+
+
+def close(client: EngineClient, _weights: WeightSet) -> None:
+    client.close()
+
+
+@pytest.mark.parametrize("call", [ping, release, view, close])
+def test_closing_in_the_middle_of_a_call(
+    shared_broker: RunningBroker,
+    checkpoint: Checkpoint,
+    call: Callable[[EngineClient, WeightSet], None],
+) -> None:
+    """Wherever a handler closes the client, neither it nor the call it came into waits for ever."""
+
+    def try_at(line: int, went_on: list[bool]) -> None:
+        client = shared_broker.client()
+        weights = client.acquire(checkpoint)
+        try:
+            reached = at_line(line, client.close, lambda: call(client, weights))
+        except BrokerError:
+            reached = True
+        client.close()
+        went_on.append(reached)
+
+    line, reached = 0, [True]
+    while reached[-1]:
+        thread = threading.Thread(target=try_at, args=(line, reached), daemon=True)
+        thread.start()
+        thread.join(HANG_SECONDS * SCALE)
+        assert not thread.is_alive(), f"it hangs when it is closed at its line {line}"
+        line += 1
+    assert line > 3
+    eventually(lambda: leases(shared_broker) == 0, 1, "the end of every lease")
+    eventually(lambda: mappings() == 0, 1, "the end of every mapping")
+
+
+def test_engine_that_closes_at_sigterm(
+    shared_broker: RunningBroker, checkpoint: Checkpoint
+) -> None:
+    """An engine whose handler closes its client and exits ends at once, with its exit status."""
+    engine = subprocess.Popen(
+        [sys.executable, "-c", ENGINE, shared_broker.directory, str(checkpoint.path)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert engine.stdout is not None
+    with engine:
+        assert engine.stdout.readline() == "ready\n"
+        engine.send_signal(signal.SIGTERM)
+        try:
+            assert engine.wait(HANG_SECONDS * SCALE) == 0
+        finally:
+            engine.kill()
