@@ -7,6 +7,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -29,9 +30,10 @@ from engine_client.devices import check_platform, choose_device
 from engine_client.dtypes import dtype_name
 from engine_client.lease import Lease, attach
 from engine_client.observer import Operator
-from engine_client.progress import shown
+from engine_client.progress import Show, shown
 from engine_client.publisher import Publisher
 from engine_client.session import Session, connect
+from engine_client.shielded import shielded
 from engine_client.stage import Stage
 from engine_client.watching import Watch, Watches
 from engine_client.weight_set import WeightSet
@@ -217,7 +219,7 @@ class EngineClient(Operator, Publisher, Closeable):
             )
         what = demand.name or demand.checkpoint or "weights"
         with shown(progress, what) as show:
-            return self._acquire(demand, None, None, deadline, show)
+            return shielded(partial(self._acquire, demand, None, None, deadline), deadline, show)
 
     def _acquire_checkpoint(
         self,
@@ -227,12 +229,20 @@ class EngineClient(Operator, Publisher, Closeable):
         progress: Callable[[wire.Progress], None] | None,
     ) -> WeightSet:
         demand = msgspec.structs.replace(demand, name=checkpoint.name)
+        name = Path(os.fsdecode(checkpoint.path)).name
+        with shown(progress, name) as show:
+            return shielded(
+                partial(self._acquire_opened, checkpoint, demand, deadline), deadline, show
+            )
+
+    def _acquire_opened(
+        self, checkpoint: Checkpoint, demand: wire.Demand, deadline: Deadline, show: Show
+    ) -> WeightSet:
         with open_checkpoint(checkpoint.path) as opened:
             config = config_of(opened)
             check_ipc_quant_support(quantization_config_in(config or {}), where="engine")
             source = describe_source(opened, checkpoint.conversion)
-            with shown(progress, Path(checkpoint.path).name) as show:
-                return self._acquire(demand, source, opened.folder, deadline, show)
+            return self._acquire(demand, source, opened.folder, deadline, show)
 
     def _acquire(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from broker.errors import RequestTimeout, UsageError
 
@@ -19,10 +20,22 @@ class Deadline:
             raise UsageError(f"timeout must be seconds, 0 or more, or None, not {seconds!r:.40}")
         self.seconds = seconds
         self._at = None if seconds is None else time.monotonic() + seconds
+        self._wake: Callable[[], None] | None = None
 
     def remaining(self) -> float | None:
         """Seconds left, at least 0; None if there is no end."""
         return None if self._at is None else max(0.0, self._at - time.monotonic())
+
+    def wake_by(self, wake: Callable[[], None]) -> None:
+        """What `expire` calls to end the waiting that begins now; before `remaining` is asked."""
+        self._wake = wake
+
+    def expire(self) -> None:
+        """Be over now, whoever waits under it, in whatever thread."""
+        self._at = time.monotonic()
+        wake = self._wake
+        if wake is not None:
+            wake()
 
     def expired(self, stage: object) -> RequestTimeout:
         """The error to raise: it names what was being waited for."""

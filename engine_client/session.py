@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,9 +45,12 @@ from engine_client.channel import Channel
 from engine_client.deadline import Deadline
 from engine_client.descriptors import Descriptor, closed_after
 from engine_client.listeners import Listeners
+from engine_client.progress import Show
+from engine_client.shielded import shielded
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+CONNECT_SECONDS = 10.0
 CONNECT_TRIES = 3
 RETRY_SECONDS = 0.1
 
@@ -61,7 +65,7 @@ class Session:
         router: path of the broker's ROUTER.
         platform: "cuda", "rocm" or "simulated"; must be the broker's.
         label: what `status` shows for this engine.
-        timeout: seconds for welcome and hello together; None waits for ever.
+        timeout: seconds for welcome and hello together, or their deadline; None waits for ever.
 
     Raises:
         RequestTimeout, BrokerLost, ProtocolMismatch.
@@ -74,24 +78,28 @@ class Session:
         *,
         platform: str,
         label: str = "",
-        timeout: float | None = 10.0,
+        timeout: float | Deadline | None = CONNECT_SECONDS,
     ) -> None:
         self._pid = os.getpid()
-        self._welcome: queue.SimpleQueue[wire.Welcome | BrokerError] = queue.SimpleQueue()
+        self._welcome: queue.SimpleQueue[wire.Welcome | BrokerError | None] = queue.SimpleQueue()
         self._listeners = Listeners()
         self._channel = Channel(connection, router, self._welcome.put, self._listeners)
         _live.add(self)
         try:
-            self._greet(platform, label, Deadline(timeout))
+            deadline = timeout if isinstance(timeout, Deadline) else Deadline(timeout)
+            self._greet(platform, label, deadline)
         except BaseException:
             self.close()
             raise
 
     def _greet(self, platform: str, label: str, deadline: Deadline) -> None:
+        deadline.wake_by(partial(self._welcome.put, None))
         try:
             welcome = self._welcome.get(timeout=deadline.remaining())
         except queue.Empty:
-            raise deadline.expired("waiting for the broker's welcome") from None
+            welcome = None
+        if welcome is None:
+            raise deadline.expired("waiting for the broker's welcome")
         if isinstance(welcome, BrokerError):
             raise welcome
         self.epoch = welcome.epoch
@@ -250,10 +258,13 @@ class Session:
     def _next(self, call: Call, deadline: Deadline, stage: object) -> tuple[str, Any]:
         if call.arrived is None:
             raise UsageError("nobody waits for this call")
+        deadline.wake_by(partial(call.arrived.put, ("", deadline)))
         try:
             status, payload = call.arrived.get(timeout=deadline.remaining())
         except queue.Empty:
             raise deadline.expired(stage) from None
+        if payload is deadline:
+            raise deadline.expired(stage)
         if isinstance(payload, BrokerError):
             # One error may end many calls: each raises its own.
             raise type(payload)(payload.sentence, **payload.fields)
@@ -318,7 +329,7 @@ def connect(
     *,
     platform: str,
     label: str = "",
-    timeout: float | None = 10.0,
+    timeout: float | None = CONNECT_SECONDS,
 ) -> Session:
     """Open a session with the broker of this name.
 
@@ -331,24 +342,34 @@ def connect(
         RequestTimeout, BrokerLost, ProtocolMismatch.
     """
     deadline = Deadline(timeout)
+
+    def connect_in_time(_show: Show) -> Session:
+        return _connect(name, directory, platform, label, deadline)
+
+    return shielded(connect_in_time, deadline)
+
+
+def _connect(
+    name: str, directory: Path | None, platform: str, label: str, deadline: Deadline
+) -> Session:
     for _ in range(CONNECT_TRIES - 1):
         try:
-            return _connect_once(name, directory, platform, label, deadline.remaining())
+            return _connect_once(name, directory, platform, label, deadline)
         except BrokerLost:
             # A connection that a server had accepted, but not recorded yet, dies with it.
             time.sleep(RETRY_SECONDS)
-    return _connect_once(name, directory, platform, label, deadline.remaining())
+    return _connect_once(name, directory, platform, label, deadline)
 
 
 def _connect_once(
-    name: str, directory: Path | None, platform: str, label: str, timeout: float | None
+    name: str, directory: Path | None, platform: str, label: str, deadline: Deadline
 ) -> Session:
     tried = []
     group = trusted_group()
     for paths in find_brokers(name, directory, group=group):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            _limit_waiting(connection, timeout)
+            _limit_waiting(connection, deadline.remaining())
             connection.connect(str(paths.session))
             _check_listener(connection, paths.session, own_access(group))
         except (FileNotFoundError, ConnectionRefusedError):
@@ -356,12 +377,12 @@ def _connect_once(
             tried.append((paths.session, "nobody listens there any more"))
         except BlockingIOError:
             connection.close()
-            raise Deadline(timeout).expired("connecting: the broker accepts nobody") from None
+            raise deadline.expired("connecting: the broker accepts nobody") from None
         except BaseException:
             connection.close()
             raise
         else:
-            return Session(connection, paths.zmq, platform=platform, label=label, timeout=timeout)
+            return Session(connection, paths.zmq, platform=platform, label=label, timeout=deadline)
     raise broker_not_found(name, tried, directory)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,6 +48,15 @@ def leases(broker: RunningBroker) -> int:
 
 def mappings() -> int:
     return Path("/proc/self/maps").read_text().count("weight-broker-slab")
+
+
+def descriptors() -> Counter[str]:
+    """What is open, by name."""
+    found: Counter[str] = Counter()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # of the listing itself
+            found[str(link.readlink())] += 1
+    return found
 
 
 # --- handlers that close the client ---------------------------------------------------------------
@@ -113,3 +125,69 @@ def test_engine_that_closes_at_sigterm(
             assert engine.wait(HANG_SECONDS * SCALE) == 0
         finally:
             engine.kill()
+
+
+# --- handlers that raise -------------------------------------------------------------------------
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_interrupted_acquire_leaves_nothing(
+    shared_broker: RunningBroker, checkpoint: Checkpoint
+) -> None:
+    """Wherever Ctrl-C comes in `acquire`: no lease, mapping, descriptor or call is left."""
+    assert threading.current_thread() is threading.main_thread()  # where handlers run
+    with shared_broker.client() as client:
+        client.acquire(checkpoint).release()
+        eventually(lambda: leases(shared_broker) == 0, 1, "the end of the first lease")
+        before = descriptors()
+        acquired: list[WeightSet] = []
+        line = 0
+        while not acquired:
+            with contextlib.suppress(KeyboardInterrupt):
+                at_line(line, interrupt, lambda: acquired.append(client.acquire(checkpoint)))
+            line += 1
+        acquired.pop().release()
+        gc.collect()
+        assert line > 10
+        eventually(lambda: leases(shared_broker) == 0, 1, "the end of every lease")
+        eventually(lambda: mappings() == 0, 1, "the end of every mapping")
+        eventually(lambda: descriptors() == before, 1, "the end of every descriptor")
+        assert not client._session._channel._entered()
+
+
+def test_interrupted_release_is_completed(
+    shared_broker: RunningBroker, checkpoint: Checkpoint
+) -> None:
+    """Wherever Ctrl-C comes in `release`: the weights are given back when they are dropped."""
+    with shared_broker.client() as client:
+        line, reached = 0, True
+        while reached:
+            weights = client.acquire(checkpoint)
+            with contextlib.suppress(KeyboardInterrupt):
+                reached = at_line(line, interrupt, weights.release)
+            line += 1
+            del weights
+        assert line > 10
+        eventually(lambda: leases(shared_broker) == 0, 1, "the end of every lease")
+        assert mappings() == 0
+
+
+def test_interrupted_view_is_not_counted(
+    shared_broker: RunningBroker, checkpoint: Checkpoint
+) -> None:
+    """Wherever Ctrl-C comes in `memory`: no view is taken for alive that nobody holds."""
+    with shared_broker.client() as client:
+        weights = client.acquire(checkpoint)
+        views: list[memoryview] = []
+        line = 0
+        while not views:
+            with contextlib.suppress(KeyboardInterrupt):
+                at_line(line, interrupt, lambda: views.append(weights.memory("layer.1.weight")))
+            line += 1
+        views.clear()
+        assert line > 5
+        assert weights.live_tensors() == []
+        weights.release()
