@@ -50,7 +50,8 @@ class EngineClient(Operator, Publisher, Closeable):
     """One engine's connection to the broker of its node.
 
     Usable from several threads. A forked child must make its own. Closing (or leaving the `with`
-    block) gives back every lease without live tensors; tensors that still live stay readable.
+    block) gives back every lease without live tensors; tensors that still live stay readable. A
+    client that is dropped closes with the last of its weights, tensors and watches.
 
     Args:
         device: "cuda:N" as torch numbers them, or a UUID; "cuda" or None: the first GPU that this
@@ -334,7 +335,8 @@ class EngineClient(Operator, Publisher, Closeable):
     def on_broker_lost(self, callback: Callable[[], None]) -> None:
         """Call back once when the broker is gone, from another thread, at once if it is already.
 
-        Mapped weights stay valid; nothing new can be acquired through this client.
+        Mapped weights stay valid; nothing new can be acquired through this client. Not called for
+        a client that was closed or dropped.
         """
         self._session.on_lost(callback)
 

@@ -60,6 +60,8 @@ _live: weakref.WeakSet[Session] = weakref.WeakSet()
 class Session:
     """A live session. Thread-safe; unusable after `close`, the broker's end, or in a forked child.
 
+    Ends by itself when nothing refers to it any more; clients, leases, claims and watches do.
+
     Args:
         connection: the session socket, connected; owned by the session from now on.
         router: path of the broker's ROUTER.
@@ -84,6 +86,7 @@ class Session:
         self._welcome: queue.SimpleQueue[wire.Welcome | BrokerError | None] = queue.SimpleQueue()
         self._listeners = Listeners()
         self._channel = Channel(connection, router, self._welcome.put, self._listeners)
+        weakref.finalize(self, _end_dropped, self._channel, self._pid).atexit = False
         _live.add(self)
         try:
             deadline = timeout if isinstance(timeout, Deadline) else Deadline(timeout)
@@ -410,6 +413,12 @@ def _limit_waiting(connection: socket.socket, timeout: float | None) -> None:
 def decoded(kind: type[T], payload: bytes) -> T:
     result: T = wire.decode_reply(kind, payload)
     return result
+
+
+def _end_dropped(channel: Channel, pid: int) -> None:
+    """Nobody has closed the session, and nobody can any more. Waits for nobody."""
+    if os.getpid() == pid:
+        channel.finish(UsageError("this client is closed"))
 
 
 def _after_fork_in_child() -> None:
