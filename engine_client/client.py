@@ -86,7 +86,7 @@ class EngineClient(Operator, Publisher, Closeable):
             name,
             where,
             platform=platform,
-            label=Path(sys.argv[0]).name if label is None else label,
+            label=_program() if label is None else label,
             timeout=timeout,
         )
         try:
@@ -354,6 +354,12 @@ class EngineClient(Operator, Publisher, Closeable):
             if weights is not None:
                 weights.release_unused()
         self._session.close()
+
+
+def _program() -> str:
+    """The program's name, printable: a file's name may hold line breaks, and bytes of no text."""
+    name = os.fsencode(Path(sys.argv[0]).name).decode("utf-8", "backslashreplace")
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in name)
 
 
 def _is_path(name: str) -> bool:

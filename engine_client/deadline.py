@@ -7,9 +7,12 @@ from collections.abc import Callable
 
 from broker.errors import RequestTimeout, UsageError
 
+LONGEST_SECONDS = 1e9
+"""Thirty years. The system's own waits take no numbers that are much larger."""
+
 
 class Deadline:
-    """`seconds` from now; None never comes.
+    """`seconds` from now; None, and what is longer than a machine lives, never comes.
 
     Raises:
         UsageError: it is no number, or a negative one.
@@ -19,7 +22,8 @@ class Deadline:
         if seconds is not None and not (isinstance(seconds, int | float) and seconds >= 0):
             raise UsageError(f"timeout must be seconds, 0 or more, or None, not {seconds!r:.40}")
         self.seconds = seconds
-        self._at = None if seconds is None else time.monotonic() + seconds
+        is_endless = seconds is None or seconds > LONGEST_SECONDS
+        self._at = None if is_endless else time.monotonic() + (seconds or 0)
         self._wake: Callable[[], None] | None = None
 
     def remaining(self) -> float | None:

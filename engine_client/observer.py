@@ -163,7 +163,7 @@ class Observer(Operator, Closeable):
         Raises:
             RequestTimeout: it has not within `timeout` seconds.
         """
-        if not self._lost.wait(timeout):
+        if not self._lost.wait(Deadline(timeout).remaining()):
             raise RequestTimeout(
                 f"the broker did not end within {timeout} s", stage="stopping", seconds=timeout
             )

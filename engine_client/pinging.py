@@ -14,6 +14,7 @@ from broker import wire
 from broker.credentials import trusted_group
 from broker.errors import InternalError, RequestTimeout, from_payload
 from broker.rundir import DEFAULT_NAME, broker_not_found, find_brokers
+from engine_client.deadline import Deadline
 
 ANSWER_SECONDS = 5.0
 
@@ -51,7 +52,8 @@ def _ping(path: Path, timeout: float) -> wire.Pong:
         dealer.set(zmq.LINGER, 0)
         dealer.connect(f"ipc://{path}")
         dealer.send_multipart([b"ping", b""])
-        if not dealer.poll(int(timeout * 1000)):
+        left = Deadline(timeout).remaining()
+        if not dealer.poll(None if left is None else int(left * 1000)):
             raise RequestTimeout(
                 f"the broker at {path} did not answer within {timeout:g} s; its keeper replaces a "
                 "server that has died, and its log says what happened",
