@@ -17,6 +17,7 @@ from broker.weights import Manifest, encode_manifest
 from engine_client.deadline import Deadline
 from engine_client.delivery import check_descriptors
 from engine_client.descriptors import closed_after
+from engine_client.room import told_of_the_limit
 from engine_client.session import Session
 
 ATTACH_SECONDS = 30.0
@@ -49,7 +50,8 @@ class HeldClaim:
             Busy: the generation's label has been given meanwhile; the claim is still held.
             RequestTimeout: only with a deadline.
         """
-        blob = sealed_memfd("weight-broker-manifest", encode_manifest(manifest))
+        with told_of_the_limit("the manifest"):
+            blob = sealed_memfd("weight-broker-manifest", encode_manifest(manifest))
         request = wire.Reserve(
             self.claim, manifest.nbytes, manifest.tensor_count, dtype, quantization
         )

@@ -15,6 +15,7 @@ from broker.credentials import trusted_group
 from broker.errors import InternalError, RequestTimeout, from_payload
 from broker.rundir import DEFAULT_NAME, broker_not_found, find_brokers
 from engine_client.deadline import Deadline
+from engine_client.room import PING_DESCRIPTORS, check_room
 
 ANSWER_SECONDS = 5.0
 
@@ -28,8 +29,10 @@ def ping_broker(
         BrokerNotFound: nobody listens; the sentence lists every path tried.
         RequestTimeout: somebody listens and does not answer.
         BadRequest: a directory is not private, or the name is not one.
+        UsageError: this process may not open enough files (RLIMIT_NOFILE).
     """
     tried = []
+    check_room(PING_DESCRIPTORS, "a ping")
     for paths in find_brokers(name, directory, group=trusted_group()):
         if _is_listened_to(paths.zmq):
             return _ping(paths.zmq, timeout)

@@ -30,6 +30,7 @@ from engine_client.deadline import Deadline
 from engine_client.lease import Lease, attach
 from engine_client.mapping import compare_canary_once
 from engine_client.progress import Show, shown
+from engine_client.room import told_of_the_limit
 from engine_client.session import Session
 from engine_client.shielded import shielded
 from engine_client.stage import Stage
@@ -223,7 +224,8 @@ class Publisher:
     ) -> WeightSet:
         lease = str(next(self._leases))
         stage = Stage("the loader's weights", show)
-        descriptor = sealed_memfd("weight-broker-code", code)
+        with told_of_the_limit("the loader's code"):
+            descriptor = sealed_memfd("weight-broker-code", code)
         try:
             granted = self._session.call(
                 "load",

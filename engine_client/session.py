@@ -46,6 +46,7 @@ from engine_client.deadline import Deadline
 from engine_client.descriptors import Descriptor, closed_after
 from engine_client.listeners import Listeners
 from engine_client.progress import Show
+from engine_client.room import CLIENT_DESCRIPTORS, check_room, told_of_the_limit
 from engine_client.shielded import shielded
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -255,7 +256,8 @@ class Session:
         call = Call(frames=[request, b"", operation.encode(), payload])
         if deliver is not None:
             call.packet = wire.encode(wire.Deliver(request, deliver[0]))
-            call.descriptor = Descriptor(os.dup(deliver[1]))
+            with told_of_the_limit(f"the request {operation}"):
+                call.descriptor = Descriptor(os.dup(deliver[1]))
         return call
 
     def _next(self, call: Call, deadline: Deadline, stage: object) -> tuple[str, Any]:
@@ -342,11 +344,13 @@ def connect(
     Raises:
         BrokerNotFound: nobody listens; the sentence lists every path tried.
         BadRequest: a directory is not private.
+        UsageError: this process may not open enough files (RLIMIT_NOFILE).
         RequestTimeout, BrokerLost, ProtocolMismatch.
     """
     deadline = Deadline(timeout)
 
     def connect_in_time(_show: Show) -> Session:
+        check_room(CLIENT_DESCRIPTORS, "a client")
         return _connect(name, directory, platform, label, deadline)
 
     return shielded(connect_in_time, deadline)
