@@ -20,6 +20,7 @@ class Call:
         packet, descriptor: sent first on the session socket.
         frames: the request, its id first; None for an `attach`, which is a packet alone.
         lease: what an `attach` is for.
+        is_repeated: a new server is asked again; if not, `StaleEpoch` answers one that was sent.
         arrived: what came, as (status, payload); None if nobody waits for it.
     """
 
@@ -28,6 +29,7 @@ class Call:
     frames: list[bytes] | None = None
     lease: str = ""
     arrived: queue.SimpleQueue[tuple[str, Any]] | None = field(default_factory=queue.SimpleQueue)
+    is_repeated: bool = True
     settled: bool = False
     packet_sent: bool = False
     is_sent: bool = False

@@ -3,7 +3,7 @@
 Every other thread hands in calls and waits for what arrives. A call stays on the channel until it
 is settled: when the broker's server is replaced behind our back, it says welcome again, and after a
 new `hello` every call that is still unsettled is sent once more. Requests can stand that: leases
-and claims go by ids that the engine chose.
+and claims go by ids that the engine chose. One that cannot (`upgrade`) says so.
 
 There is no lock here. A signal's handler may interrupt the main thread between any two steps and
 close the client, and a garbage collection may run a lease's finaliser in the middle of any: neither
@@ -31,7 +31,14 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from broker import wire
-from broker.errors import BrokerError, BrokerLost, InternalError, NoSession, from_payload
+from broker.errors import (
+    BrokerError,
+    BrokerLost,
+    InternalError,
+    NoSession,
+    StaleEpoch,
+    from_payload,
+)
 from broker.packets import receive_packet
 from engine_client.calls import Call, send_packet
 from engine_client.descriptors import Descriptor
@@ -401,5 +408,9 @@ class Channel:
             return
         self._outgoing.clear()
         for call in self._entered():
+            if call.is_sent and not call.is_repeated and call.arrived is not None:
+                lost = StaleEpoch("the broker's server was replaced before it had answered")
+                call.arrived.put(("", lost))
+                continue
             call.packet_sent = call.is_sent = False
             self._outgoing.append(call)

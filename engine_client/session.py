@@ -130,6 +130,7 @@ class Session:
         stage: object = "",
         on_progress: Callable[[wire.Progress], None] | None = None,
         deliver: tuple[str, int] | None = None,
+        is_repeated: bool = True,
     ) -> T:
         """Send a request and wait for its final answer. Blocks.
 
@@ -140,10 +141,12 @@ class Session:
             stage: its `str` at the time-out is the sentence's end: what was being waited for.
             on_progress: called in this thread.
             deliver: ("source", "manifest" or "code", descriptor): sent ahead on the session socket.
+            is_repeated: if the broker's server is replaced before it answers, ask the new one.
 
         Raises:
             RequestTimeout: the broker still works on it: `cancel` if it was an acquire.
             BrokerLost: the broker ended during the call.
+            StaleEpoch: its server was replaced, and the request was not to be repeated.
             BrokerError: what the broker answered.
         """
         payload = self.ask(
@@ -153,6 +156,7 @@ class Session:
             stage=stage,
             on_progress=on_progress,
             deliver=deliver,
+            is_repeated=is_repeated,
         )
         return decoded(answer, payload)
 
@@ -165,10 +169,12 @@ class Session:
         stage: object = "",
         on_progress: Callable[[wire.Progress], None] | None = None,
         deliver: tuple[str, int] | None = None,
+        is_repeated: bool = True,
     ) -> bytes:
         """As `call`, for an answer of several kinds: the payload of the `ok`."""
         deadline = deadline or Deadline(None)
         call = self._request(operation, message, deliver)
+        call.is_repeated = is_repeated
         try:
             self._channel.submit(call)
             while True:
