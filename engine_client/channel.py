@@ -3,7 +3,14 @@
 Every other thread hands in calls and waits for what arrives. A call stays on the channel until it
 is settled: when the broker's server is replaced behind our back, it says welcome again, and after a
 new `hello` every call that is still unsettled is sent once more. Requests can stand that: leases
-and claims go by ids that the engine chose.
+and claims go by ids that the engine chose. One that cannot (`upgrade`) says so.
+
+There is no lock here. A signal's handler may interrupt the main thread between any two steps and
+close the client, and a garbage collection may run a lease's finaliser in the middle of any: neither
+may find a lock held that it, or the I/O thread that it waits for, needs. So every step is a single
+operation of a dict, a deque or an attribute, and the steps are in an order in which whatever comes
+between them does no harm: a call is first entered, and then it is looked whether the channel has
+ended; an end is first set, and then the calls that are entered are told.
 """
 
 from __future__ import annotations
@@ -15,18 +22,27 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from broker import wire
-from broker.errors import BrokerError, BrokerLost, InternalError, NoSession, from_payload
+from broker.errors import (
+    BrokerError,
+    BrokerLost,
+    InternalError,
+    NoSession,
+    StaleEpoch,
+    from_payload,
+)
 from broker.packets import receive_packet
-from engine_client.calls import Call, close_all, send_packet
+from engine_client.calls import Call, send_packet
+from engine_client.descriptors import Descriptor
+from engine_client.listeners import Listeners
 
 log = logging.getLogger("weight-broker.client")
 
@@ -36,6 +52,8 @@ RECONNECT_MAX_MS = 500
 HELLO_SECONDS = 1.0
 """How long a new server may take to answer a `hello` before it is said again."""
 LAST_REPLIES_SECONDS = 0.1
+CLOSE_SECONDS = 5.0
+"""How long `close` waits for the I/O thread, which a user's callback may hold up."""
 _HELLO = b"hello"
 """Request id of the `hello` that resumes a session; others have 8 bytes."""
 
@@ -47,6 +65,7 @@ class Channel:
         connection: connected; owned from now on.
         router: path of the broker's ROUTER.
         on_welcome: called in the I/O thread with the first welcome, or a refusal.
+        listeners: who hears of events and of the end; not kept alive.
     """
 
     def __init__(
@@ -54,6 +73,7 @@ class Channel:
         connection: socket.socket,
         router: Path,
         on_welcome: Callable[[wire.Welcome | BrokerError], None],
+        listeners: Listeners,
     ) -> None:
         self._connection = connection
         connection.setblocking(False)
@@ -65,23 +85,23 @@ class Channel:
         self._dealer.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         self._monitor = self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._dealer.connect(f"ipc://{router}")
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._wake_closed = False
-        self._has_left = False
+        self._wake: Descriptor | None = Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self._has_left = threading.Lock()  # held from the first `leave` on
         self._ids = itertools.count(1)
-        # Reentrant: a garbage collection may run a lease's finaliser, which submits a call, in a
-        # thread that is inside.
-        self._lock = threading.RLock()
         self._calls: dict[bytes, Call] = {}
         self._attaches: dict[str, Call] = {}
         self._outgoing: deque[Call] = deque()
+        self._settled: deque[Call] = deque()
+        """Whose descriptors the I/O thread closes, which may be sending them."""
         self._hello: wire.Hello | None = None
         self._resuming: Call | None = None
         self._hello_at = 0.0
         self._on_welcome = on_welcome
-        self._lost_callbacks: list[Callable[[], None]] = []
-        self._event_callbacks: list[Callable[[wire.Event], None]] = []
-        self.end: BrokerError | None = None
+        self._listeners = weakref.ref(listeners)
+        self._ends: dict[str, BrokerError] = {}
+        self._is_over = False
+        self._over = threading.Lock()  # held until the I/O thread has let go of everything
+        self._over.acquire()
         self._thread = threading.Thread(target=self._run, name="weight-broker-io", daemon=True)
         self._thread.start()
 
@@ -91,132 +111,129 @@ class Channel:
         """A request id of this channel."""
         return next(self._ids).to_bytes(8, "big")
 
+    @property
+    def end(self) -> BrokerError | None:
+        """Why no call succeeds any more; None while they do."""
+        return self._ends.get("first")
+
     def submit(self, call: Call) -> None:
         """Send a call as soon as possible.
 
         Raises:
             BrokerLost, UsageError: the channel has ended; the call is settled.
         """
-        with self._lock:
-            if self.end is not None:
-                self._forget(call)
-                raise type(self.end)(self.end.sentence, **self.end.fields)
-            if call.frames is None:
-                self._attaches[call.lease] = call
-            else:
-                self._calls[call.frames[0]] = call
-            self._outgoing.append(call)
-            os.eventfd_write(self._wake, 1)
+        if call.frames is None:
+            self._attaches[call.lease] = call
+        else:
+            self._calls[call.frames[0]] = call
+        self._outgoing.append(call)
+        if self.end is not None:
+            self.settle(call)
+            raise type(self.end)(self.end.sentence, **self.end.fields)
+        self._wake_up()
 
     def settle(self, call: Call) -> None:
         """Nobody waits any more; it is not sent again. Idempotent."""
-        with self._lock:
-            self._forget(call)
+        call.settled = True
+        if call.frames is not None:
+            self._calls.pop(call.frames[0], None)
+        elif self._attaches.get(call.lease) is call:
+            self._attaches.pop(call.lease, None)
+        if call.descriptor is not None:
+            self._settled.append(call)
+            self._wake_up()
 
     def resume_with(self, hello: wire.Hello) -> None:
         """What to say to a new server; from the first `hello` on."""
-        with self._lock:
-            self._hello = hello
-
-    def on_lost(self, callback: Callable[[], None]) -> bool:
-        """Remember a callback for the broker's end; true if that has come already."""
-        with self._lock:
-            if isinstance(self.end, BrokerLost):
-                return True
-            self._lost_callbacks.append(callback)
-            return False
-
-    def on_event(self, callback: Callable[[wire.Event], None]) -> Callable[[], None]:
-        """Call back for every event; the result, called, ends that."""
-        with self._lock:
-            self._event_callbacks.append(callback)
-
-        def forget() -> None:
-            with self._lock:
-                if callback in self._event_callbacks:
-                    self._event_callbacks.remove(callback)
-
-        return forget
+        self._hello = hello
 
     def finish(self, end: BrokerError) -> None:
-        """No call succeeds from now on; those under way get `end`. The first end counts."""
-        with self._lock:
-            if self.end is not None:
-                return
-            self.end = end
-            calls = [*self._calls.values(), *self._attaches.values()]
-            callbacks = self._lost_callbacks if isinstance(end, BrokerLost) else []
-        self._on_welcome(end)
-        for call in calls:
-            if call.arrived is not None:
-                call.arrived.put(("", end))
-        for callback in callbacks:
-            guarded(callback)
+        """No call succeeds from now on; those under way get `end`. The first end counts.
+
+        Waits for nobody: the I/O thread ends by itself.
+        """
+        if self._ends.setdefault("first", end) is not end:
+            return
+        self._tell_calls(end)
+        self._wake_up()
+        listeners = self._listeners()
+        if listeners is not None and isinstance(end, BrokerLost):
+            listeners.tell_lost()
 
     def close(self, end: BrokerError) -> None:
-        """Finish, and wait for the thread unless this is it. Idempotent."""
+        """Finish, and wait until everything is closed, unless this is the I/O thread. Idempotent.
+
+        Safe in a signal's handler, whatever that has interrupted.
+        """
         self.finish(end)
-        with self._lock:
-            if self._wake_closed:
-                return
-            os.eventfd_write(self._wake, 1)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-            with self._lock:
-                if not self._wake_closed:
-                    self._wake_closed = True
-                    os.close(self._wake)
+        self._wake_up()
+        if threading.get_ident() == self._thread.ident or self._is_over:
+            return
+        # Not `join`: it takes a lock of the threading module, which may be held here.
+        if self._over.acquire(timeout=CLOSE_SECONDS):
+            self._over.release()
 
     def leave(self) -> None:
         """Tell the broker that this end is no death; at most once, and nothing if it is gone."""
-        with self._lock:
-            if self._has_left:
-                return
-            self._has_left = True
+        if self._has_left.acquire(blocking=False):
             with contextlib.suppress(OSError):
                 send_packet(self._connection, wire.encode(wire.Leave()), ())
+
+    def _tell_calls(self, end: BrokerError) -> None:
+        self._on_welcome(end)
+        for call in self._entered():
+            if call.arrived is not None:
+                call.arrived.put(("", end))
+
+    def _entered(self) -> list[Call]:
+        """Every call that is not settled."""
+        return [*self._attaches.copy().values(), *self._calls.copy().values()]
+
+    def _wake_up(self) -> None:
+        wake = self._wake
+        if wake is not None:
+            os.eventfd_write(wake.fileno(), 1)
 
     def abandon_in_child(self) -> None:
         """In a forked child: drop the inherited socket, so that our parent's death is seen."""
         self._connection.close()
 
-    def _forget(self, call: Call) -> None:
-        call.settled = True
-        if call.frames is not None:
-            self._calls.pop(call.frames[0], None)
-        elif self._attaches.get(call.lease) is call:
-            del self._attaches[call.lease]
-        descriptor, call.descriptor = call.descriptor, None
-        if descriptor is not None:
-            os.close(descriptor)
-
     # --- the thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
         try:
-            while self.end is None:
-                blocked_on = self._flush()
-                socket_events = zmq.POLLIN | (zmq.POLLOUT if blocked_on == "session" else 0)
-                poller.register(self._connection, socket_events)
-                dealer_events = zmq.POLLIN | (zmq.POLLOUT if blocked_on == "dealer" else 0)
-                poller.register(self._dealer, dealer_events)
-                ready = dict(poller.poll(self._hello_again()))
-                if self._wake in ready:
-                    os.eventfd_read(self._wake)
-                if self._monitor in ready:
-                    self._on_disconnected()
-                # Replies first: an answer that came before the broker's end still counts.
-                self._receive_replies()
-                if self._connection.fileno() in ready and self.end is None:
-                    self._receive_packets()
+            self._serve()
         except (OSError, zmq.ZMQError, BrokerError) as error:
             self.finish(BrokerLost(f"the connection to the broker failed: {error}"))
         finally:
             self.finish(BrokerLost("the connection to the broker ended"))
             self._dispose()
+            self._is_over = True
+            self._over.release()
+
+    def _serve(self) -> None:
+        wake = self._wake
+        if wake is None:
+            return
+        poller = zmq.Poller()
+        poller.register(wake.fileno(), zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        while self.end is None:
+            self._close_settled()
+            blocked_on = self._flush()
+            socket_events = zmq.POLLIN | (zmq.POLLOUT if blocked_on == "session" else 0)
+            poller.register(self._connection, socket_events)
+            dealer_events = zmq.POLLIN | (zmq.POLLOUT if blocked_on == "dealer" else 0)
+            poller.register(self._dealer, dealer_events)
+            ready = dict(poller.poll(self._hello_again()))
+            if wake.fileno() in ready:
+                os.eventfd_read(wake.fileno())
+            if self._monitor in ready:
+                self._on_disconnected()
+            # Replies first: an answer that came before the broker's end still counts.
+            self._receive_replies()
+            if self._connection.fileno() in ready and self.end is None:
+                self._receive_packets()
 
     def _on_disconnected(self) -> None:
         """The server died, or has cut this conversation: what it was told, it may not know."""
@@ -225,15 +242,21 @@ class Channel:
         self._resume()
 
     def _dispose(self) -> None:
-        with self._lock:
-            for call in [*self._calls.values(), *self._attaches.values()]:
-                self._forget(call)
+        if self.end is not None:
+            # Again, for a `finish` that was interrupted before it had told everybody.
+            self._tell_calls(self.end)
+        for call in self._entered():
+            self.settle(call)
+        self._close_settled()
         self._outgoing.clear()
+        if not isinstance(self.end, BrokerLost):
+            self.leave()
         self._dealer.disable_monitor()
         self._monitor.close(linger=0)
         self._dealer.close()
         self._context.term()
         self._connection.close()
+        self._wake = None
 
     def _flush(self) -> str:
         """Send what waits; the channel that is full, or "" if everything is sent."""
@@ -269,22 +292,27 @@ class Channel:
         self._hello_at = time.monotonic()
         return ""
 
+    def _close_settled(self) -> None:
+        while self._settled:
+            call = self._settled.popleft()
+            if call.descriptor is not None:
+                call.descriptor.close()
+                call.descriptor = None
+
     def _send(self, call: Call) -> str:
-        with self._lock:
-            if call.settled:
-                return ""
-            if call.packet is not None and not call.packet_sent:
-                descriptors = [] if call.descriptor is None else [call.descriptor]
-                if not send_packet(self._connection, call.packet, descriptors):
-                    return "session"
-                call.packet_sent = True
-            if call.frames is not None:
-                try:
-                    self._dealer.send_multipart(call.frames, zmq.DONTWAIT)
-                except zmq.Again:
-                    return "dealer"
-            if call.arrived is None and call.frames is None:
-                self._forget(call)
+        if call.settled or call.is_sent:
+            return ""
+        if call.packet is not None and not call.packet_sent:
+            descriptors = [] if call.descriptor is None else [call.descriptor.fileno()]
+            if not send_packet(self._connection, call.packet, descriptors):
+                return "session"
+            call.packet_sent = True
+        if call.frames is not None:
+            try:
+                self._dealer.send_multipart(call.frames, zmq.DONTWAIT)
+            except zmq.Again:
+                return "dealer"
+        call.is_sent = True
         return ""
 
     def _receive_replies(self) -> None:
@@ -305,8 +333,7 @@ class Channel:
         if self._resuming is not None and request == _HELLO:
             self._resumed(status, payload)
             return
-        with self._lock:
-            call = self._calls.get(request)
+        call = self._calls.get(request)
         if call is None:
             return
         if status == NoSession.status and self._hello is not None:
@@ -320,10 +347,9 @@ class Channel:
 
     def _on_event(self, payload: bytes) -> None:
         event: wire.Event = wire.decode_reply(wire.Event, payload)
-        with self._lock:
-            callbacks = list(self._event_callbacks)
-        for callback in callbacks:
-            guarded(callback, event)
+        listeners = self._listeners()
+        if listeners is not None:
+            listeners.tell(event)
 
     def _receive_packets(self) -> None:
         while True:
@@ -337,7 +363,8 @@ class Channel:
                 self._receive_last_replies()
                 self.finish(BrokerLost("the broker has ended; mapped weights stay readable"))
                 return
-            self._on_packet(packet, descriptors, truncated=truncated)
+            owned = [Descriptor(descriptor) for descriptor in descriptors]
+            self._on_packet(packet, owned, truncated=truncated)
 
     def _receive_last_replies(self) -> None:
         """What the broker answered just before its end may still be on its way through libzmq."""
@@ -345,7 +372,7 @@ class Channel:
         while self._calls and self._dealer.poll(int(max(0.0, limit - time.monotonic()) * 1000)):
             self._receive_replies()
 
-    def _on_packet(self, packet: bytes, descriptors: list[int], *, truncated: bool) -> None:
+    def _on_packet(self, packet: bytes, descriptors: list[Descriptor], *, truncated: bool) -> None:
         message = wire.decode_to_engine(packet)
         if isinstance(message, wire.Welcome):
             if self._hello is None:
@@ -353,8 +380,7 @@ class Channel:
             else:
                 self._resume()
             return
-        with self._lock:
-            call = self._attaches.get(message.lease)
+        call = self._attaches.get(message.lease)
         if isinstance(message, wire.Refused):
             error = from_payload(message.status, message.payload.encode())
             if call is not None and call.arrived is not None:
@@ -363,12 +389,9 @@ class Channel:
                 self._on_welcome(error)
             else:
                 log.warning("the broker refused a packet: %s", error.sentence)
-        elif call is None or call.arrived is None or truncated:
-            close_all(descriptors)
-            if call is not None and call.arrived is not None:
-                call.arrived.put(("", InternalError("the broker's descriptors arrived cut")))
-        else:
-            call.arrived.put(("", (message, descriptors)))
+        elif call is not None and call.arrived is not None:
+            cut = InternalError("the broker's descriptors arrived cut")
+            call.arrived.put(("", cut if truncated else (message, descriptors)))
 
     # --- a new server ---------------------------------------------------------------------
 
@@ -383,16 +406,11 @@ class Channel:
         if status != wire.OK:
             self.finish(BrokerLost(from_payload(status, payload).sentence))
             return
-        with self._lock:
-            self._outgoing.clear()
-            for call in [*self._attaches.values(), *self._calls.values()]:
-                call.packet_sent = False
-                self._outgoing.append(call)
-
-
-def guarded(callback: Callable[..., None], *arguments: Any) -> None:
-    """Run a user's callback in the I/O thread, which must go on whatever it raises."""
-    try:
-        callback(*arguments)
-    except Exception:
-        log.exception("a callback of the weight broker's client raised")
+        self._outgoing.clear()
+        for call in self._entered():
+            if call.is_sent and not call.is_repeated and call.arrived is not None:
+                lost = StaleEpoch("the broker's server was replaced before it had answered")
+                call.arrived.put(("", lost))
+                continue
+            call.packet_sent = call.is_sent = False
+            self._outgoing.append(call)

@@ -16,6 +16,8 @@ from broker.memfd import sealed_memfd
 from broker.weights import Manifest, encode_manifest
 from engine_client.deadline import Deadline
 from engine_client.delivery import check_descriptors
+from engine_client.descriptors import closed_after
+from engine_client.room import told_of_the_limit
 from engine_client.session import Session
 
 ATTACH_SECONDS = 30.0
@@ -48,7 +50,8 @@ class HeldClaim:
             Busy: the generation's label has been given meanwhile; the claim is still held.
             RequestTimeout: only with a deadline.
         """
-        blob = sealed_memfd("weight-broker-manifest", encode_manifest(manifest))
+        with told_of_the_limit("the manifest"):
+            blob = sealed_memfd("weight-broker-manifest", encode_manifest(manifest))
         request = wire.Reserve(
             self.claim, manifest.nbytes, manifest.tensor_count, dtype, quantization
         )
@@ -64,12 +67,9 @@ class HeldClaim:
         finally:
             os.close(blob)
         _nbytes, descriptors = self._session.attach(self.claim, Deadline(ATTACH_SECONDS))
-        try:
+        with closed_after(descriptors):
             check_descriptors(descriptors, 1, "a claim")
-            yield descriptors[0], reserved.nbytes
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            yield descriptors[0].fileno(), reserved.nbytes
 
     def seal(
         self,

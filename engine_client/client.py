@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -30,9 +30,11 @@ from engine_client.devices import check_platform, choose_device
 from engine_client.dtypes import dtype_name
 from engine_client.lease import Lease, attach
 from engine_client.observer import Operator
-from engine_client.progress import shown
+from engine_client.progress import Show, shown
 from engine_client.publisher import Publisher
+from engine_client.room import CLIENT_DESCRIPTORS, check_room
 from engine_client.session import Session, connect
+from engine_client.shielded import shielded
 from engine_client.stage import Stage
 from engine_client.watching import Watch, Watches
 from engine_client.weight_set import WeightSet
@@ -49,7 +51,8 @@ class EngineClient(Operator, Publisher, Closeable):
     """One engine's connection to the broker of its node.
 
     Usable from several threads. A forked child must make its own. Closing (or leaving the `with`
-    block) gives back every lease without live tensors; tensors that still live stay readable.
+    block) gives back every lease without live tensors; tensors that still live stay readable. A
+    client that is dropped closes with the last of its weights, tensors and watches.
 
     Args:
         device: "cuda:N" as torch numbers them, or a UUID; "cuda" or None: the first GPU that this
@@ -61,6 +64,7 @@ class EngineClient(Operator, Publisher, Closeable):
         timeout: seconds for connecting; not for loads.
 
     Raises:
+        UsageError: this process may not open enough files (RLIMIT_NOFILE).
         UnsupportedPlatformForIPCError: before any socket is opened; or, after that, the broker does
             not serve the device.
         BrokerNotFound: nobody listens; the sentence lists every path tried.
@@ -76,6 +80,7 @@ class EngineClient(Operator, Publisher, Closeable):
         label: str | None = None,
         timeout: float | None = 10.0,
     ) -> None:
+        check_room(CLIENT_DESCRIPTORS, "a client")  # before anything is opened
         wanted = device or AUTO
         where = None if directory is None else Path(directory)
         name = default_name() if broker is None else broker
@@ -84,7 +89,7 @@ class EngineClient(Operator, Publisher, Closeable):
             name,
             where,
             platform=platform,
-            label=Path(sys.argv[0]).name if label is None else label,
+            label=_program() if label is None else label,
             timeout=timeout,
         )
         try:
@@ -94,8 +99,8 @@ class EngineClient(Operator, Publisher, Closeable):
             raise
         self._watches = Watches(self._session)
         self._leases = itertools.count(1)
-        self._lock = threading.Lock()
-        self._weights: weakref.WeakSet[WeightSet] = weakref.WeakSet()
+        # Not a WeakSet: it runs code of Python's when one dies, which an interrupt would cut short.
+        self._weights: set[weakref.ref[WeightSet]] = set()
 
     @property
     def epoch(self) -> str:
@@ -218,7 +223,7 @@ class EngineClient(Operator, Publisher, Closeable):
             )
         what = demand.name or demand.checkpoint or "weights"
         with shown(progress, what) as show:
-            return self._acquire(demand, None, None, deadline, show)
+            return shielded(partial(self._acquire, demand, None, None, deadline), deadline, show)
 
     def _acquire_checkpoint(
         self,
@@ -228,12 +233,20 @@ class EngineClient(Operator, Publisher, Closeable):
         progress: Callable[[wire.Progress], None] | None,
     ) -> WeightSet:
         demand = msgspec.structs.replace(demand, name=checkpoint.name)
+        name = Path(os.fsdecode(checkpoint.path)).name
+        with shown(progress, name) as show:
+            return shielded(
+                partial(self._acquire_opened, checkpoint, demand, deadline), deadline, show
+            )
+
+    def _acquire_opened(
+        self, checkpoint: Checkpoint, demand: wire.Demand, deadline: Deadline, show: Show
+    ) -> WeightSet:
         with open_checkpoint(checkpoint.path) as opened:
             config = config_of(opened)
             check_ipc_quant_support(quantization_config_in(config or {}), where="engine")
             source = describe_source(opened, checkpoint.conversion)
-            with shown(progress, Path(checkpoint.path).name) as show:
-                return self._acquire(demand, source, opened.folder, deadline, show)
+            return self._acquire(demand, source, opened.folder, deadline, show)
 
     def _acquire(
         self,
@@ -263,8 +276,7 @@ class EngineClient(Operator, Publisher, Closeable):
 
     def _hold(self, lease: Lease) -> WeightSet:
         weights = WeightSet(lease, self._acquire_newest, self._device.ordinal)
-        with self._lock:
-            self._weights.add(weights)
+        self._weights.add(weakref.ref(weights, self._weights.discard))
         return weights
 
     def _acquire_newest(self, key: WeightKey, generation: str | None) -> WeightSet:
@@ -326,23 +338,31 @@ class EngineClient(Operator, Publisher, Closeable):
     def on_broker_lost(self, callback: Callable[[], None]) -> None:
         """Call back once when the broker is gone, from another thread, at once if it is already.
 
-        Mapped weights stay valid; nothing new can be acquired through this client.
+        Mapped weights stay valid; nothing new can be acquired through this client. Not called for
+        a client that was closed or dropped.
         """
         self._session.on_lost(callback)
 
     def close(self) -> None:
         """Give back what has no live tensors, end the session. Idempotent.
 
-        In a forked child it does nothing: session and leases are the parent's.
+        Safe in a signal's handler, whatever that has interrupted. Weights that a thread is about to
+        make tensors of, or to put to sleep or wake, stay mapped until they are dropped. In a forked
+        child it does nothing: session and leases are the parent's.
         """
         if self._session.is_inherited:
             return
-        with self._lock:
-            opened = list(self._weights)
-        for weights in opened:
-            if not weights.is_released and not weights.live_tensors():
-                weights.release()
+        for reference in list(self._weights):
+            weights = reference()
+            if weights is not None:
+                weights.release_unused()
         self._session.close()
+
+
+def _program() -> str:
+    """The program's name, printable: a file's name may hold line breaks, and bytes of no text."""
+    name = os.fsencode(Path(sys.argv[0]).name).decode("utf-8", "backslashreplace")
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in name)
 
 
 def _is_path(name: str) -> bool:

@@ -46,7 +46,7 @@ def check_granted(granted: wire.Granted, lease: str, demand: wire.Demand) -> Non
         )
 
 
-def check_descriptors(descriptors: Sequence[int], wanted: int, what: str) -> None:
+def check_descriptors(descriptors: Sequence[object], wanted: int, what: str) -> None:
     """Raise `InternalError` unless so many came."""
     if len(descriptors) != wanted:
         raise InternalError(

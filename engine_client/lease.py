@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from broker.errors import InternalError, UsageError
 from broker.weights import Manifest
 from engine_client.deadline import Deadline
 from engine_client.delivery import check_descriptors, check_frozen, read_manifest
+from engine_client.descriptors import closed_after
 from engine_client.mapping import let_go, map_granted
 from engine_client.session import Session
 
@@ -50,7 +50,8 @@ class Lease:
         self._lock = threading.RLock()
         self._is_wanted = True
         self._ended = False
-        self._views = 0
+        self._is_given_back = False
+        self._views: set[object] = set()
 
     def check_process(self) -> None:
         """Raise `UsageError` in a forked child: the slab is not mapped there."""
@@ -65,21 +66,30 @@ class Lease:
 
         In a forked child it does nothing: mapping and lease are the parent's.
         """
-        self._is_wanted = False
-        self._end_if_unused()
+        try:
+            self._is_wanted = False
+            self._end_if_unused()
+        except BaseException:  # an interrupt: nobody may come by again to do the rest
+            self._is_wanted = False
+            self._end_if_unused()
+            raise
 
     def _end_if_unused(self) -> None:
+        """Every step may be done again, so that an end which was interrupted can be completed."""
         with self._lock:
-            if self._is_wanted or self._views or self._ended:
+            if self._is_wanted or self._views or self._is_given_back:
                 return
             self._ended = True
         let_go(self._unmap_and_release)
 
     def _unmap_and_release(self) -> None:
         """The lease goes back when nothing is mapped any more, and not before."""
+        if self._is_given_back:
+            return
         self.mapping.close()
         if not self.is_asleep:
             self.session.notify("release", wire.Release(self.granted.lease))
+        self._is_given_back = True
 
     def suspend(self) -> None:
         """Unmap, keeping the addresses; the lease is the caller's to give back.
@@ -154,9 +164,11 @@ class Lease:
             if not self._is_wanted:
                 raise UsageError("these weights have been released; acquire them again")
             self.check_awake()
-            self._views += 1
-        array = (ctypes.c_char * nbytes).from_address(self.mapping.address + offset)
-        weakref.finalize(array, self._view_died).atexit = False
+            array = (ctypes.c_char * nbytes).from_address(self.mapping.address + offset)
+            view = object()
+            # In this order: a view that was counted and never noticed to die would keep the lease.
+            weakref.finalize(array, self._view_died, view).atexit = False
+            self._views.add(view)
         return memoryview(array).cast("B").toreadonly()
 
     def check_awake(self) -> None:
@@ -164,15 +176,15 @@ class Lease:
         if self.is_asleep:
             raise UsageError("these weights are asleep: wake() them first")
 
-    def _view_died(self) -> None:
+    def _view_died(self, view: object) -> None:
         with self._lock:
-            self._views -= 1
+            self._views.discard(view)
         self._end_if_unused()
 
     @property
     def has_views(self) -> bool:
         """Whether a memory view handed out is still alive."""
-        return self._views > 0
+        return bool(self._views)
 
 
 class LeasedMapping(Mapping):
@@ -211,7 +223,7 @@ def receive_set(
             it granted.
     """
     nbytes, descriptors = session.attach(granted.lease, deadline)
-    try:
+    with closed_after(descriptors):
         check_descriptors(descriptors, 2, "a lease")
         if nbytes != granted.nbytes:
             raise InternalError(
@@ -220,8 +232,5 @@ def receive_set(
             )
         slab, manifest = descriptors
         if granted.key.device == SIMULATED_UUID:  # a GPU's memory cannot be frozen
-            check_frozen(slab)
-        yield slab, read_manifest(manifest, nbytes)
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+            check_frozen(slab.fileno())
+        yield slab.fileno(), read_manifest(manifest.fileno(), nbytes)

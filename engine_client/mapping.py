@@ -73,15 +73,13 @@ def compare_canary_once(session: Session, device: Device, deadline: Deadline) ->
 def _compare(session: Session, device: Device, deadline: Deadline) -> None:
     from broker.devices.roundtrip import RoundTripFailed, compare_canary  # GPUs only
 
-    canary = session.canary(device.properties.uuid, deadline)
     try:
-        compare_canary(device, canary)
+        with session.canary(device.properties.uuid, deadline) as canary:
+            compare_canary(device, canary)
     except RoundTripFailed as error:
         raise _unsupported(device, error, f"canary-{error.reason}") from error
     except DeviceError as error:
         raise _unsupported(device, error, "canary-failed") from error
-    finally:
-        os.close(canary.descriptor)
 
 
 def _unsupported(device: Device, error: DeviceError, reason: str) -> UnsupportedPlatformForIPCError:

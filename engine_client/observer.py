@@ -13,7 +13,7 @@ from broker.checkpoints.describe import describe_source
 from broker.checkpoints.files import open_checkpoint
 from broker.checkpoints.model_config import config_of
 from broker.closing import Closeable
-from broker.errors import BadRequest, BrokerLost, RequestTimeout
+from broker.errors import BadRequest, BrokerLost, RequestTimeout, StaleEpoch
 from broker.quantization import check_ipc_quant_support, quantization_config_in
 from broker.rundir import default_name
 from engine_client.deadline import Deadline
@@ -75,10 +75,23 @@ class Operator:
         publish are discarded.
         """
         deadline = Deadline(timeout)
-        before = self.status(timeout)["broker"]["restarts"]
-        self._session.call("upgrade", wire.Upgrade(), wire.Done, deadline=deadline)
-        while self.status(deadline.remaining())["broker"]["restarts"] == before:
+        before = self._restarts(deadline)
+        while True:
+            # The new server must not be asked what the old one had no time to answer.
+            with contextlib.suppress(StaleEpoch):
+                self._session.call(
+                    "upgrade", wire.Upgrade(), wire.Done, deadline=deadline, is_repeated=False
+                )
+                break
+            if self._restarts(deadline) != before:
+                return  # if not, only the connection was lost, and perhaps the request with it
+        while self._restarts(deadline) == before:
             time.sleep(POLL_SECONDS)
+
+    def _restarts(self, deadline: Deadline) -> int:
+        """How often the broker's server has been replaced."""
+        restarts: int = self.status(deadline.remaining())["broker"]["restarts"]
+        return restarts
 
     def shutdown(self, *, force: bool = False, timeout: float | None = ANSWER_SECONDS) -> None:
         """Stop the broker in order.
@@ -163,7 +176,7 @@ class Observer(Operator, Closeable):
         Raises:
             RequestTimeout: it has not within `timeout` seconds.
         """
-        if not self._lost.wait(timeout):
+        if not self._lost.wait(Deadline(timeout).remaining()):
             raise RequestTimeout(
                 f"the broker did not end within {timeout} s", stage="stopping", seconds=timeout
             )

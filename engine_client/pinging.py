@@ -14,6 +14,8 @@ from broker import wire
 from broker.credentials import trusted_group
 from broker.errors import InternalError, RequestTimeout, from_payload
 from broker.rundir import DEFAULT_NAME, broker_not_found, find_brokers
+from engine_client.deadline import Deadline
+from engine_client.room import PING_DESCRIPTORS, check_room
 
 ANSWER_SECONDS = 5.0
 
@@ -27,8 +29,10 @@ def ping_broker(
         BrokerNotFound: nobody listens; the sentence lists every path tried.
         RequestTimeout: somebody listens and does not answer.
         BadRequest: a directory is not private, or the name is not one.
+        UsageError: this process may not open enough files (RLIMIT_NOFILE).
     """
     tried = []
+    check_room(PING_DESCRIPTORS, "a ping")
     for paths in find_brokers(name, directory, group=trusted_group()):
         if _is_listened_to(paths.zmq):
             return _ping(paths.zmq, timeout)
@@ -51,7 +55,8 @@ def _ping(path: Path, timeout: float) -> wire.Pong:
         dealer.set(zmq.LINGER, 0)
         dealer.connect(f"ipc://{path}")
         dealer.send_multipart([b"ping", b""])
-        if not dealer.poll(int(timeout * 1000)):
+        left = Deadline(timeout).remaining()
+        if not dealer.poll(None if left is None else int(left * 1000)):
             raise RequestTimeout(
                 f"the broker at {path} did not answer within {timeout:g} s; its keeper replaces a "
                 "server that has died, and its log says what happened",

@@ -30,7 +30,9 @@ from engine_client.deadline import Deadline
 from engine_client.lease import Lease, attach
 from engine_client.mapping import compare_canary_once
 from engine_client.progress import Show, shown
+from engine_client.room import told_of_the_limit
 from engine_client.session import Session
+from engine_client.shielded import shielded
 from engine_client.stage import Stage
 from engine_client.weight_set import WeightSet
 
@@ -101,8 +103,8 @@ class Publisher:
         """
         own, deadline = self._own_key(key), Deadline(timeout)
         publication = _plan(weights, metadata)  # a mistake in it concerns nobody else
-        stage = Stage("the right to publish")
-        claim = self._claim(own, generation, fresh=True, stage=stage, deadline=deadline)
+        what = "the right to publish"
+        claim = self._claim(own, generation, deadline, fresh=True, what=what)
         if isinstance(claim, WeightSet):
             raise InternalError("the broker granted a lease on what was to be published anew")
         return self._write(claim, weights, lambda: publication, deadline)
@@ -141,8 +143,7 @@ class Publisher:
         """
         own, deadline = self._own_key(key), Deadline(timeout)
         with shown(progress, own.name or own.checkpoint) as show:
-            stage = Stage("another engine's weights", show)
-            return self._get_or_publish(own, build, generation, metadata, stage, deadline)
+            return self._get_or_publish(own, build, generation, metadata, deadline, show)
 
     def _get_or_publish(
         self,
@@ -150,13 +151,14 @@ class Publisher:
         build: Callable[[], Publishable],
         generation: str | None,
         metadata: Mapping[str, Any] | None,
-        stage: Stage,
         deadline: Deadline,
+        show: Show,
     ) -> WeightSet:
+        what = "another engine's weights"
         built: Publishable | None = None
         tries = 0
         while True:
-            claim = self._claim(own, generation, fresh=False, stage=stage, deadline=deadline)
+            claim = self._claim(own, generation, deadline, fresh=False, what=what, show=show)
             if isinstance(claim, WeightSet):
                 return claim
             if built is None:
@@ -204,22 +206,26 @@ class Publisher:
             UsageError: cloudpickle cannot pack it.
             RequestTimeout, OverBudget, BrokerLost.
         """
-        own = self._own_key(key)
+        own, deadline = self._own_key(key), Deadline(timeout)
+        description = _describe(loader)
+        code = wire.encode(_packed(loader, description))
+        load = partial(self._get_or_load, own, description, code, seconds, deadline)
         with shown(progress, own.name or own.checkpoint) as show:
-            stage = Stage("the loader's weights", show)
-            return self._get_or_load(own, loader, seconds, stage, Deadline(timeout))
+            return shielded(load, deadline, show)
 
     def _get_or_load(
         self,
         own: WeightKey,
-        loader: Callable[[], Publishable],
+        description: str,
+        code: bytes,
         seconds: float,
-        stage: Stage,
         deadline: Deadline,
+        show: Show,
     ) -> WeightSet:
         lease = str(next(self._leases))
-        description = _describe(loader)
-        descriptor = sealed_memfd("weight-broker-code", wire.encode(_packed(loader, description)))
+        stage = Stage("the loader's weights", show)
+        with told_of_the_limit("the loader's code"):
+            descriptor = sealed_memfd("weight-broker-code", code)
         try:
             granted = self._session.call(
                 "load",
@@ -253,12 +259,22 @@ class Publisher:
         self,
         key: WeightKey,
         generation: str | None,
+        deadline: Deadline,
         *,
         fresh: bool,
-        stage: Stage,
-        deadline: Deadline,
+        what: str,
+        show: Show | None = None,
     ) -> HeldClaim | WeightSet:
         """The right to write, or, if the set is there, a lease on it."""
+
+        def claim(told: Show) -> HeldClaim | WeightSet:
+            return self._claim_now(key, generation, fresh, Stage(what, told), deadline)
+
+        return shielded(claim, deadline, show)
+
+    def _claim_now(
+        self, key: WeightKey, generation: str | None, fresh: bool, stage: Stage, deadline: Deadline
+    ) -> HeldClaim | WeightSet:
         lease = str(next(self._leases))
         try:
             payload = self._session.ask(

@@ -13,7 +13,9 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,12 +40,18 @@ from broker.errors import (
     from_payload,
 )
 from broker.rundir import broker_not_found, find_brokers
-from engine_client.calls import Call, close_all
+from engine_client.calls import Call
 from engine_client.channel import Channel
 from engine_client.deadline import Deadline
+from engine_client.descriptors import Descriptor, closed_after
+from engine_client.listeners import Listeners
+from engine_client.progress import Show
+from engine_client.room import CLIENT_DESCRIPTORS, check_room, told_of_the_limit
+from engine_client.shielded import shielded
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+CONNECT_SECONDS = 10.0
 CONNECT_TRIES = 3
 RETRY_SECONDS = 0.1
 
@@ -53,12 +61,14 @@ _live: weakref.WeakSet[Session] = weakref.WeakSet()
 class Session:
     """A live session. Thread-safe; unusable after `close`, the broker's end, or in a forked child.
 
+    Ends by itself when nothing refers to it any more; clients, leases, claims and watches do.
+
     Args:
         connection: the session socket, connected; owned by the session from now on.
         router: path of the broker's ROUTER.
         platform: "cuda", "rocm" or "simulated"; must be the broker's.
         label: what `status` shows for this engine.
-        timeout: seconds for welcome and hello together; None waits for ever.
+        timeout: seconds for welcome and hello together, or their deadline; None waits for ever.
 
     Raises:
         RequestTimeout, BrokerLost, ProtocolMismatch.
@@ -71,23 +81,29 @@ class Session:
         *,
         platform: str,
         label: str = "",
-        timeout: float | None = 10.0,
+        timeout: float | Deadline | None = CONNECT_SECONDS,
     ) -> None:
         self._pid = os.getpid()
-        self._welcome: queue.SimpleQueue[wire.Welcome | BrokerError] = queue.SimpleQueue()
-        self._channel = Channel(connection, router, self._welcome.put)
+        self._welcome: queue.SimpleQueue[wire.Welcome | BrokerError | None] = queue.SimpleQueue()
+        self._listeners = Listeners()
+        self._channel = Channel(connection, router, self._welcome.put, self._listeners)
+        weakref.finalize(self, _end_dropped, self._channel, self._pid).atexit = False
         _live.add(self)
         try:
-            self._greet(platform, label, Deadline(timeout))
+            deadline = timeout if isinstance(timeout, Deadline) else Deadline(timeout)
+            self._greet(platform, label, deadline)
         except BaseException:
             self.close()
             raise
 
     def _greet(self, platform: str, label: str, deadline: Deadline) -> None:
+        deadline.wake_by(partial(self._welcome.put, None))
         try:
             welcome = self._welcome.get(timeout=deadline.remaining())
         except queue.Empty:
-            raise deadline.expired("waiting for the broker's welcome") from None
+            welcome = None
+        if welcome is None:
+            raise deadline.expired("waiting for the broker's welcome")
         if isinstance(welcome, BrokerError):
             raise welcome
         self.epoch = welcome.epoch
@@ -114,6 +130,7 @@ class Session:
         stage: object = "",
         on_progress: Callable[[wire.Progress], None] | None = None,
         deliver: tuple[str, int] | None = None,
+        is_repeated: bool = True,
     ) -> T:
         """Send a request and wait for its final answer. Blocks.
 
@@ -124,10 +141,12 @@ class Session:
             stage: its `str` at the time-out is the sentence's end: what was being waited for.
             on_progress: called in this thread.
             deliver: ("source", "manifest" or "code", descriptor): sent ahead on the session socket.
+            is_repeated: if the broker's server is replaced before it answers, ask the new one.
 
         Raises:
             RequestTimeout: the broker still works on it: `cancel` if it was an acquire.
             BrokerLost: the broker ended during the call.
+            StaleEpoch: its server was replaced, and the request was not to be repeated.
             BrokerError: what the broker answered.
         """
         payload = self.ask(
@@ -137,6 +156,7 @@ class Session:
             stage=stage,
             on_progress=on_progress,
             deliver=deliver,
+            is_repeated=is_repeated,
         )
         return decoded(answer, payload)
 
@@ -149,12 +169,14 @@ class Session:
         stage: object = "",
         on_progress: Callable[[wire.Progress], None] | None = None,
         deliver: tuple[str, int] | None = None,
+        is_repeated: bool = True,
     ) -> bytes:
         """As `call`, for an answer of several kinds: the payload of the `ok`."""
         deadline = deadline or Deadline(None)
         call = self._request(operation, message, deliver)
-        self._channel.submit(call)
+        call.is_repeated = is_repeated
         try:
+            self._channel.submit(call)
             while True:
                 status, payload = self._next(call, deadline, stage or f"waiting for {operation}")
                 if status == wire.OK:
@@ -179,9 +201,12 @@ class Session:
             self._channel.submit(call)
         except BrokerError:
             return  # the session has ended, and with it whatever this would have told
+        except BaseException:  # an interrupt: it may be said half, so it is said again or never
+            self._channel.settle(call)
+            raise
 
-    def attach(self, lease: str, deadline: Deadline) -> tuple[int, list[int]]:
-        """The slab's size in bytes and the descriptors of a lease or claim; the caller owns them.
+    def attach(self, lease: str, deadline: Deadline) -> tuple[int, list[Descriptor]]:
+        """The slab's size in bytes and the descriptors of a lease or claim.
 
         Raises:
             RequestTimeout, BrokerLost, BadRequest (no such lease), StaleEpoch.
@@ -189,34 +214,35 @@ class Session:
         message, descriptors = self._attach(lease, deadline)
         return message.nbytes, descriptors
 
-    def canary(self, device: str, deadline: Deadline) -> Canary:
-        """The slab by which this process finds out whether it reads what others wrote.
+    @contextmanager
+    def canary(self, device: str, deadline: Deadline) -> Iterator[Canary]:
+        """The slab by which this process finds out whether it reads what others wrote, in a block.
 
         Raises:
             RequestTimeout, BrokerLost, BadRequest (the broker has none for this device).
         """
         message, descriptors = self._attach(f"{wire.CANARY}{device}", deadline)
-        if len(descriptors) != 1:
-            close_all(descriptors)
-            raise InternalError(
-                f"the broker delivered {len(descriptors)} descriptors, not a canary"
-            )
-        return Canary(descriptors[0], message.nbytes, message.seed)
+        with closed_after(descriptors):
+            if len(descriptors) != 1:
+                raise InternalError(
+                    f"the broker delivered {len(descriptors)} descriptors, not a canary"
+                )
+            yield Canary(descriptors[0].fileno(), message.nbytes, message.seed)
 
-    def _attach(self, lease: str, deadline: Deadline) -> tuple[wire.Attached, list[int]]:
+    def _attach(self, lease: str, deadline: Deadline) -> tuple[wire.Attached, list[Descriptor]]:
         self._check_process()
         call = Call(packet=wire.encode(wire.Attach(lease)), lease=lease)
-        self._channel.submit(call)
+        message: wire.Attached
+        descriptors: list[Descriptor]
         try:
-            _status, delivered = self._next(call, deadline, "receiving the descriptors")
-        except BaseException:
+            self._channel.submit(call)
+            _status, (message, descriptors) = self._next(
+                call, deadline, "receiving the descriptors"
+            )
+        finally:
             self._channel.settle(call)
-            _close_delivered(call)
-            raise
-        self._channel.settle(call)
-        message, descriptors = delivered
         if message.epoch != self.epoch:
-            close_all(descriptors)
+            descriptors.clear()
             raise StaleEpoch(
                 f"the descriptors are of epoch {message.epoch}, this session is of {self.epoch}"
             )
@@ -236,16 +262,20 @@ class Session:
         call = Call(frames=[request, b"", operation.encode(), payload])
         if deliver is not None:
             call.packet = wire.encode(wire.Deliver(request, deliver[0]))
-            call.descriptor = os.dup(deliver[1])
+            with told_of_the_limit(f"the request {operation}"):
+                call.descriptor = Descriptor(os.dup(deliver[1]))
         return call
 
     def _next(self, call: Call, deadline: Deadline, stage: object) -> tuple[str, Any]:
         if call.arrived is None:
             raise UsageError("nobody waits for this call")
+        deadline.wake_by(partial(call.arrived.put, ("", deadline)))
         try:
             status, payload = call.arrived.get(timeout=deadline.remaining())
         except queue.Empty:
             raise deadline.expired(stage) from None
+        if payload is deadline:
+            raise deadline.expired(stage)
         if isinstance(payload, BrokerError):
             # One error may end many calls: each raises its own.
             raise type(payload)(payload.sentence, **payload.fields)
@@ -269,13 +299,12 @@ class Session:
     def on_lost(self, callback: Callable[[], None]) -> None:
         """Call back once, from the I/O thread, when the broker is gone (at once if it is)."""
         self._check_process()
-        if self._channel.on_lost(callback):
-            callback()
+        self._listeners.on_lost(callback)
 
     def on_event(self, callback: Callable[[wire.Event], None]) -> Callable[[], None]:
         """Call back for every event, from the I/O thread; the result, called, ends that."""
         self._check_process()
-        return self._channel.on_event(callback)
+        return self._listeners.on_event(callback)
 
     @property
     def is_usable(self) -> bool:
@@ -292,7 +321,7 @@ class Session:
     def close(self) -> None:
         """End the session; the broker takes its leases back. Idempotent; nothing in a child."""
         if not self.is_inherited:
-            self.leave()
+            self._channel.leave()
             self._channel.close(UsageError("this client is closed"))
 
     def leave(self) -> None:
@@ -311,7 +340,7 @@ def connect(
     *,
     platform: str,
     label: str = "",
-    timeout: float | None = 10.0,
+    timeout: float | None = CONNECT_SECONDS,
 ) -> Session:
     """Open a session with the broker of this name.
 
@@ -321,27 +350,39 @@ def connect(
     Raises:
         BrokerNotFound: nobody listens; the sentence lists every path tried.
         BadRequest: a directory is not private.
+        UsageError: this process may not open enough files (RLIMIT_NOFILE).
         RequestTimeout, BrokerLost, ProtocolMismatch.
     """
     deadline = Deadline(timeout)
+
+    def connect_in_time(_show: Show) -> Session:
+        check_room(CLIENT_DESCRIPTORS, "a client")
+        return _connect(name, directory, platform, label, deadline)
+
+    return shielded(connect_in_time, deadline)
+
+
+def _connect(
+    name: str, directory: Path | None, platform: str, label: str, deadline: Deadline
+) -> Session:
     for _ in range(CONNECT_TRIES - 1):
         try:
-            return _connect_once(name, directory, platform, label, deadline.remaining())
+            return _connect_once(name, directory, platform, label, deadline)
         except BrokerLost:
             # A connection that a server had accepted, but not recorded yet, dies with it.
             time.sleep(RETRY_SECONDS)
-    return _connect_once(name, directory, platform, label, deadline.remaining())
+    return _connect_once(name, directory, platform, label, deadline)
 
 
 def _connect_once(
-    name: str, directory: Path | None, platform: str, label: str, timeout: float | None
+    name: str, directory: Path | None, platform: str, label: str, deadline: Deadline
 ) -> Session:
     tried = []
     group = trusted_group()
     for paths in find_brokers(name, directory, group=group):
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            _limit_waiting(connection, timeout)
+            _limit_waiting(connection, deadline.remaining())
             connection.connect(str(paths.session))
             _check_listener(connection, paths.session, own_access(group))
         except (FileNotFoundError, ConnectionRefusedError):
@@ -349,12 +390,12 @@ def _connect_once(
             tried.append((paths.session, "nobody listens there any more"))
         except BlockingIOError:
             connection.close()
-            raise Deadline(timeout).expired("connecting: the broker accepts nobody") from None
+            raise deadline.expired("connecting: the broker accepts nobody") from None
         except BaseException:
             connection.close()
             raise
         else:
-            return Session(connection, paths.zmq, platform=platform, label=label, timeout=timeout)
+            return Session(connection, paths.zmq, platform=platform, label=label, timeout=deadline)
     raise broker_not_found(name, tried, directory)
 
 
@@ -384,12 +425,10 @@ def decoded(kind: type[T], payload: bytes) -> T:
     return result
 
 
-def _close_delivered(call: Call) -> None:
-    """Descriptors that came when nobody waited any more."""
-    while call.arrived is not None and not call.arrived.empty():
-        _status, delivered = call.arrived.get()
-        if isinstance(delivered, tuple):
-            close_all(delivered[1])
+def _end_dropped(channel: Channel, pid: int) -> None:
+    """Nobody has closed the session, and nobody can any more. Waits for nobody."""
+    if os.getpid() == pid:
+        channel.finish(UsageError("this client is closed"))
 
 
 def _after_fork_in_child() -> None:

@@ -25,13 +25,16 @@ def put_to_sleep(lease: Lease) -> None:
     session = lease.session
     session.check_usable()
     lease.suspend()
+    release = wire.Release(lease.granted.lease)
     try:
-        release = wire.Release(lease.granted.lease)
         session.call("release", release, wire.Done, deadline=Deadline(ANSWER_SECONDS))
     except BrokerError:
         # A broker too busy to confirm has the request and carries it out; one that is gone holds
         # no lease.
         return
+    except BaseException:  # an interrupt, perhaps before it was said
+        session.notify("release", release)
+        raise
 
 
 def wake_up(lease: Lease, deadline: Deadline) -> None:

@@ -149,10 +149,11 @@ class Watch(Closeable):
     def _next(self, timeout: float | None = None) -> WatchEvent | None:
         """The next event, or None if there will be no more."""
         self._watches.check_process()
+        deadline = Deadline(timeout)
         if self._ended:
             return None
         try:
-            event = self._events.get(timeout=timeout)
+            event = self._events.get(timeout=deadline.remaining())
         except queue.Empty:
             raise RequestTimeout(
                 f"no event of {self.name!r} within {timeout} s", stage="watching", seconds=timeout

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from engine_client.views import SlabTensors
 
 _NAMES_SHOWN = 3
+_CLOSE_SECONDS = 1.0
+"""How long a client that closes waits for another thread that is using its weights."""
 
 
 class WeightSet(Mapping[str, "torch.Tensor"]):
@@ -59,6 +62,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         self._lock = threading.RLock()
         self._slab: SlabTensors | None = None
         self._released = False
+        self._is_changing = False  # only its own thread, in a signal's handler, finds it true
         self._offsets: dict[str, tuple[int, int]] | None = None
         # Without tensors nothing else keeps the mapping; with them they take it over.
         self._finalizer = weakref.finalize(self, lease.end)
@@ -247,7 +251,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         from engine_client.sleeping import put_to_sleep
 
         self._lease.check_process()  # a forked child may find the lock held for ever
-        with self._lock:
+        with self._changing():
             self._check_process_and_lease()
             if not self._lease.is_asleep:
                 put_to_sleep(self._lease)
@@ -268,7 +272,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         from engine_client.sleeping import wake_up
 
         self._lease.check_process()  # a forked child may find the lock held for ever
-        with self._lock:
+        with self._changing():
             self._check_process_and_lease()
             if self._lease.is_asleep:
                 wake_up(self._lease, Deadline(timeout))
@@ -308,29 +312,64 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
             if not self._released:
                 self._let_go()
 
+    def release_unused(self) -> None:
+        """For a client that closes: release, unless there are tensors or a thread is at work here.
+
+        Never raises, and waits no longer than a moment: the other thread may be waiting for what
+        this one was doing when a signal's handler closed the client.
+        """
+        if not self._lock.acquire(timeout=_CLOSE_SECONDS):
+            return
+        try:
+            if not (self._is_changing or self._released or self.live_tensors()):
+                self._let_go()
+        finally:
+            self._lock.release()
+
     def _let_go(self) -> None:
         self._released = True
-        if self._slab is None:
-            self._finalizer()
-        else:
+        if self._slab is not None:
             self._slab.close()
+        elif self._finalizer.alive:  # or tensors are just being made, and take the mapping over
+            self._lease.end()
+            self._finalizer.detach()
 
     def _tensors(self) -> SlabTensors:
         self._lease.check_process()
         with self._lock:
             self._check_held()
             if self._slab is None:
-                from engine_client.views import SlabTensors
-
-                self._finalizer.detach()
-                lease = self._lease
-                self._slab = SlabTensors(
-                    LeasedMapping(lease),
-                    lease.manifest,
-                    lease.platform,
-                    device_index=self._device_index,
-                )
+                with self._changing():
+                    self._slab = self._taken_over()
             return self._slab
+
+    def _taken_over(self) -> SlabTensors:
+        """The mapping as tensors; it is theirs from now on, or this object's as before."""
+        from engine_client.views import SlabTensors
+
+        lease = self._lease
+        try:
+            self._finalizer.detach()
+            return SlabTensors(
+                LeasedMapping(lease),
+                lease.manifest,
+                lease.platform,
+                device_index=self._device_index,
+            )
+        except BaseException:
+            self._finalizer = weakref.finalize(self, lease.end)
+            self._finalizer.atexit = False
+            raise
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Under the lock, and nothing is given back meanwhile by a handler in this very thread."""
+        with self._lock:
+            before, self._is_changing = self._is_changing, True
+            try:
+                yield
+            finally:
+                self._is_changing = before
 
     def _check_held(self) -> None:
         self._check_process_and_lease()

@@ -91,7 +91,11 @@ def system_refused(error: OSError, file: str, doing: str) -> LoadFailed:
             file=file,
             missing=[file],
         )
-    advice = "check its permissions" if error.errno in _DENIED else "check the file system"
+    advice = "check the file system"
+    if error.errno in _DENIED:
+        advice = "check its permissions"
+    elif error.errno == errno.EMFILE:
+        advice = "raise this process's limit of open files (`ulimit -n`), or close some"
     return load_failed("unreadable", f"{doing} {quoted(file)} failed: {words}; {advice}", file=file)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -39,9 +40,10 @@ class CanarySession:
         self._canary = canary
         self.asked = 0
 
-    def canary(self, device: str, deadline: Deadline) -> Canary:
+    @contextmanager
+    def canary(self, device: str, deadline: Deadline) -> Iterator[Canary]:
         self.asked += 1
-        return Canary(os.dup(self._canary.descriptor), self._canary.nbytes, self._canary.seed)
+        yield self._canary
 
 
 class BusyDevice:

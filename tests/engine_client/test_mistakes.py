@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,12 @@ import torch
 
 import engine_client
 from broker import errors
-from broker.errors import BadRequest, BrokerError, LoadFailed, UsageError
+from broker.errors import BadRequest, BrokerError, LoadFailed, NotFound, UsageError
 from engine_client import Checkpoint, EngineClient
 from engine_client.deadline import Deadline
 from engine_client.dtypes import dtype_name
+from engine_client.pinging import ping_broker
+from engine_client.watching import BrokerStopping
 from tests.support.processes import RunningBroker
 from tests.support.stored import small_checkpoint
 
@@ -41,6 +45,35 @@ def test_no_time(seconds: Any) -> None:
     """A deadline is a number that is not negative."""
     with pytest.raises(UsageError, match="timeout must be seconds, 0 or more, or None"):
         Deadline(seconds)
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), 1e300, 1e10, 10**400])
+def test_all_the_time_there_is(
+    client: EngineClient, live_broker: RunningBroker, seconds: float
+) -> None:
+    """A time-out that never comes waits as long as it takes, wherever one can be given."""
+    EngineClient("simulated", directory=live_broker.directory, timeout=seconds).close()
+    assert client.ping(seconds).epoch == client.epoch
+    assert ping_broker(directory=live_broker.directory, timeout=seconds).epoch == client.epoch
+    with pytest.raises(NotFound):
+        client.acquire("nobody published this", timeout=seconds)
+    with client.watch("nobody published this") as watch:
+        watch.put(BrokerStopping("told by the test"))
+        assert watch.next(seconds) == BrokerStopping("told by the test")
+
+
+@pytest.mark.parametrize(
+    ("program", "label"),
+    [(b"/opt/engine-\xff.py", "engine-\\xff.py"), ("/opt/ä\n.py".encode(), "ä\\n.py")],
+)
+def test_programs_of_odd_names(
+    live_broker: RunningBroker, monkeypatch: pytest.MonkeyPatch, program: bytes, label: str
+) -> None:
+    """A script may have any name that a file can have; `status` shows it printable."""
+    monkeypatch.setattr(sys, "argv", [os.fsdecode(program)])
+    with EngineClient("simulated", directory=live_broker.directory) as client:
+        labels = [session["label"] for session in client.status()["sessions"]]
+    assert label in labels
 
 
 def test_no_path() -> None:

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ ROUNDS = 15
 CROWD = 64
 RESIDENT_LIMIT_BYTES = 60 << 20
 WAIT_SECONDS = 20.0
+DROPPED = "a client that is dropped"
 
 
 @pytest.fixture
@@ -170,6 +172,54 @@ def test_lease_collected_during_a_call(
         finally:
             gc.enable()
         eventually(lambda: leases(shared_broker) == 0, 1, "the end of the lease")
+
+
+# --- clients that are dropped -------------------------------------------------------------------
+
+
+def clients(broker: RunningBroker) -> int:
+    """How many sessions of this process's clients there are."""
+    return sum(entry["label"] == DROPPED for entry in broker.status()["sessions"])
+
+
+def entries(directory: str) -> int:
+    return len(list(Path(directory).iterdir()))
+
+
+def test_dropped_client_ends(shared_broker: RunningBroker) -> None:
+    """A client that nobody closed and nobody has any more leaves no session, file or thread."""
+    gc.collect()
+    files, tasks = entries("/proc/self/fd"), entries("/proc/self/task")
+    lost: list[EngineClient] = []
+    dropped = [shared_broker.client(label=DROPPED) for _ in range(THREADS)]
+    for client in dropped:
+        client.on_broker_lost(partial(lost.append, client))  # leads back to the client
+        client.watch("some name")
+    assert clients(shared_broker) == THREADS
+    del dropped, client
+    gc.collect()
+    eventually(lambda: clients(shared_broker) == 0, 1, "the end of every session")
+    eventually(lambda: entries("/proc/self/fd") <= files, 1, "the end of every descriptor")
+    # One may be new: it does the work that no handler may cut in two.
+    eventually(lambda: entries("/proc/self/task") <= tasks + 1, 1, "the end of every thread")
+    assert not lost
+
+
+def test_dropped_client_lives_as_long_as_its_weights(
+    shared_broker: RunningBroker, checkpoint: Checkpoint, slab_mappings: Callable[[], int]
+) -> None:
+    """Weights, and views of them alone, keep lease and session; with the last one both end."""
+    weights = shared_broker.client(label=DROPPED).acquire(checkpoint)
+    gc.collect()
+    view = weights.memory("layer.1.weight")
+    del weights
+    gc.collect()
+    assert (leases(shared_broker), clients(shared_broker)) == (1, 1)
+    assert len(bytes(view)) == view.nbytes
+    del view
+    eventually(lambda: leases(shared_broker) == 0, 1, "the end of the lease")
+    eventually(lambda: clients(shared_broker) == 0, 1, "the end of the session")
+    assert slab_mappings() == 0
 
 
 # --- memory views -------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
@@ -479,6 +480,32 @@ def test_upgrade_under_load(
         assert outcome.value > 0
     eventually(lambda: len(leases(broker)) == 3, 5, "the last releases")
     assert ask_status(broker.directory)["counters"].get("loads_started", 0) == 0
+
+
+def test_upgrade_that_was_not_answered(
+    broker: RunningBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that dies before it answers `upgrade` is replaced, and its successor is not."""
+    with broker.observer() as observer, ThreadPoolExecutor(1) as pool:
+        session, server = observer._session, server_of(broker)
+        call = session.call
+
+        def kill_it_once_asked() -> None:
+            entered = session._channel._entered
+            eventually(lambda: any(asked.is_sent for asked in entered()), 5, "the request")
+            os.kill(server, signal.SIGKILL)
+
+        def ask(operation: str, *given: Any, **options: Any) -> Any:
+            if operation == "upgrade":
+                os.kill(server, signal.SIGSTOP)
+                pool.submit(kill_it_once_asked)
+            return call(operation, *given, **options)
+
+        monkeypatch.setattr(session, "call", ask)
+        observer.upgrade(10 * SCALE)
+        monkeypatch.undo()
+        observer.upgrade(10 * SCALE)
+        assert observer.status()["broker"]["restarts"] == 2
 
 
 # --- the keeper itself --------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class ToldEngine:
         """
         reader, writer = os.pipe()
         inside, leave = threading.Event(), threading.Event()
-        thread = threading.Thread(target=self._stay_inside, args=(inside, leave))
+        thread = threading.Thread(target=self._stay_inside, args=(keep, inside, leave))
         thread.start()
         inside.wait()
         child = os.fork()
@@ -118,8 +118,9 @@ class ToldEngine:
         os.close(reader)
         return {"child": child, "tries": json.loads(said)}
 
-    def _stay_inside(self, inside: threading.Event, leave: threading.Event) -> None:
-        with self.client._session._channel._lock, self.client._lock:
+    def _stay_inside(self, keep: str, inside: threading.Event, leave: threading.Event) -> None:
+        weights = self.weights[keep]
+        with weights._lock, weights._lease._lock:
             inside.set()
             leave.wait()
 

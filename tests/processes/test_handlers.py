@@ -1,0 +1,193 @@
+"""Handlers of signals: they come between any two steps of the main thread, and close or raise."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from broker.errors import BrokerError
+from engine_client import Checkpoint, EngineClient, WeightSet
+from tests.support.clock import SCALE, eventually
+from tests.support.moments import at_line
+from tests.support.processes import RunningBroker
+from tests.support.stored import small_checkpoint
+
+HANG_SECONDS = 3.0
+
+ENGINE = """
+import signal, sys
+from engine_client import Checkpoint, EngineClient
+client = EngineClient("simulated", directory=sys.argv[1])
+def stop(*_):
+    client.close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+print("ready", flush=True)
+while True:
+    client.acquire(Checkpoint(sys.argv[2])).release()
+"""
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    return Checkpoint(small_checkpoint(tmp_path / "checkpoint"))
+
+
+def leases(broker: RunningBroker) -> int:
+    return sum(len(entry["leases"]) for entry in broker.status()["sets"])
+
+
+def mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("weight-broker-slab")
+
+
+def descriptors() -> Counter[str]:
+    """What is open, by name."""
+    found: Counter[str] = Counter()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # of the listing itself
+            found[str(link.readlink())] += 1
+    return found
+
+
+# --- handlers that close the client ---------------------------------------------------------------
+
+
+def ping(client: EngineClient, _weights: WeightSet) -> None:
+    client.ping()
+
+
+def release(_client: EngineClient, weights: WeightSet) -> None:
+    weights.release()
+
+
+def view(_client: EngineClient, weights: WeightSet) -> None:
+    weights.memory("layer.1.weight").release()
+
+
+def close(client: EngineClient, _weights: WeightSet) -> None:
+    client.close()
+
+
+@pytest.mark.parametrize("call", [ping, release, view, close])
+def test_closing_in_the_middle_of_a_call(
+    shared_broker: RunningBroker,
+    checkpoint: Checkpoint,
+    call: Callable[[EngineClient, WeightSet], None],
+) -> None:
+    """Wherever a handler closes the client, neither it nor the call it came into waits for ever."""
+
+    def try_at(line: int, went_on: list[bool]) -> None:
+        client = shared_broker.client()
+        weights = client.acquire(checkpoint)
+        try:
+            reached = at_line(line, client.close, lambda: call(client, weights))
+        except BrokerError:
+            reached = True
+        client.close()
+        went_on.append(reached)
+
+    line, reached = 0, [True]
+    while reached[-1]:
+        thread = threading.Thread(target=try_at, args=(line, reached), daemon=True)
+        thread.start()
+        thread.join(HANG_SECONDS * SCALE)
+        assert not thread.is_alive(), f"it hangs when it is closed at its line {line}"
+        line += 1
+    assert line > 3
+    eventually(lambda: leases(shared_broker) == 0, 1, "the end of every lease")
+    eventually(lambda: mappings() == 0, 1, "the end of every mapping")
+
+
+def test_engine_that_closes_at_sigterm(
+    shared_broker: RunningBroker, checkpoint: Checkpoint
+) -> None:
+    """An engine whose handler closes its client and exits ends at once, with its exit status."""
+    engine = subprocess.Popen(
+        [sys.executable, "-c", ENGINE, shared_broker.directory, str(checkpoint.path)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert engine.stdout is not None
+    with engine:
+        assert engine.stdout.readline() == "ready\n"
+        engine.send_signal(signal.SIGTERM)
+        try:
+            assert engine.wait(HANG_SECONDS * SCALE) == 0
+        finally:
+            engine.kill()
+
+
+# --- handlers that raise -------------------------------------------------------------------------
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_interrupted_acquire_leaves_nothing(
+    shared_broker: RunningBroker, checkpoint: Checkpoint
+) -> None:
+    """Wherever Ctrl-C comes in `acquire`: no lease, mapping, descriptor or call is left."""
+    assert threading.current_thread() is threading.main_thread()  # where handlers run
+    with shared_broker.client() as client:
+        client.acquire(checkpoint).release()
+        eventually(lambda: leases(shared_broker) == 0, 1, "the end of the first lease")
+        before = descriptors()
+        acquired: list[WeightSet] = []
+        line = 0
+        while not acquired:
+            with contextlib.suppress(KeyboardInterrupt):
+                at_line(line, interrupt, lambda: acquired.append(client.acquire(checkpoint)))
+            line += 1
+        acquired.pop().release()
+        gc.collect()
+        assert line > 10
+        eventually(lambda: leases(shared_broker) == 0, 1, "the end of every lease")
+        eventually(lambda: mappings() == 0, 1, "the end of every mapping")
+        eventually(lambda: descriptors() == before, 1, "the end of every descriptor")
+        assert not client._session._channel._entered()
+
+
+def test_interrupted_release_is_completed(
+    shared_broker: RunningBroker, checkpoint: Checkpoint
+) -> None:
+    """Wherever Ctrl-C comes in `release`: the weights are given back when they are dropped."""
+    with shared_broker.client() as client:
+        line, reached = 0, True
+        while reached:
+            weights = client.acquire(checkpoint)
+            with contextlib.suppress(KeyboardInterrupt):
+                reached = at_line(line, interrupt, weights.release)
+            line += 1
+            del weights
+        assert line > 10
+        eventually(lambda: leases(shared_broker) == 0, 1, "the end of every lease")
+        assert mappings() == 0
+
+
+def test_interrupted_view_is_not_counted(
+    shared_broker: RunningBroker, checkpoint: Checkpoint
+) -> None:
+    """Wherever Ctrl-C comes in `memory`: no view is taken for alive that nobody holds."""
+    with shared_broker.client() as client:
+        weights = client.acquire(checkpoint)
+        views: list[memoryview] = []
+        line = 0
+        while not views:
+            with contextlib.suppress(KeyboardInterrupt):
+                at_line(line, interrupt, lambda: views.append(weights.memory("layer.1.weight")))
+            line += 1
+        views.clear()
+        assert line > 5
+        assert weights.live_tensors() == []
+        weights.release()
