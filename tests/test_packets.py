@@ -11,7 +11,7 @@ import pytest
 
 from broker.link import link_pair, packet_of, receive_item, try_send
 from broker.packets import MOST_SENT, discard_unread, receive_packet
-from engine_client.calls import close_all
+from tests.support.raw import close_descriptors
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -64,7 +64,7 @@ def test_many_descriptors(pair: Pair) -> None:
         socket.send_fds(theirs, [b"y"], [0] * (MOST_SENT + 1))
     socket.send_fds(theirs, [b"y"], [0] * MOST_SENT)
     packet, descriptors, cut = receive_packet(ours, 64)
-    close_all(descriptors)
+    close_descriptors(descriptors)
     assert (packet, len(descriptors), cut) == (b"y", MOST_SENT, False)
 
 
@@ -80,7 +80,7 @@ def test_no_room_for_descriptors(pair: Pair) -> None:
         packet, descriptors, cut = receive_packet(ours, 64)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    close_all(descriptors)
+    close_descriptors(descriptors)
     assert (packet, len(descriptors), cut) == (b"y", 1, True)
 
 

@@ -20,8 +20,8 @@ from broker.limits import DEFAULTS
 from broker.loop import Loop
 from broker.packets import receive_packet
 from broker.sessions import MAX_PASSED, SO_PEERPIDFD, Passed, PeerIdentity, SessionPeer, identify
-from engine_client.calls import close_all
 from tests.support.clock import SCALE
+from tests.support.raw import close_descriptors
 
 
 class PeerOnKernel(socket.socket):
@@ -115,7 +115,7 @@ class Session:
         with contextlib.suppress(BlockingIOError):
             while True:
                 _packet, descriptors, _cut = receive_packet(self.engine, 1024)
-                close_all(descriptors)
+                close_descriptors(descriptors)
                 self.counts.append(len(descriptors))
         return len(self.counts)
 
@@ -197,7 +197,7 @@ def test_requests_meanwhile(session: Session) -> None:
     for _ in range(3):
         session.engine.send(ATTACH)
     socket.send_fds(session.engine, [wire.encode(wire.Deliver(b"1", "source"))], [0])
-    close_all([session.peer.take(b"1", "source")])
+    close_descriptors([session.peer.take(b"1", "source")])
     for _ in range(100):
         session.engine.send(ATTACH)
     socket.send_fds(session.engine, [wire.encode(wire.Deliver(b"2", "source"))], [0])

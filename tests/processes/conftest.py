@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -100,6 +101,19 @@ def start_torch_engine(nursery: Nursery) -> Iterator[Callable[[RunningBroker], B
     yield start
     for engine in started:
         engine.close()
+
+
+def slabs_in_maps() -> set[str]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line for line in lines if "weight-broker-slab" in line}
+
+
+@pytest.fixture
+def slab_mappings() -> Callable[[], int]:
+    """How many slabs this process maps that it did not map before the test."""
+    gc.collect()
+    before = slabs_in_maps()
+    return lambda: len(slabs_in_maps() - before)
 
 
 @pytest.fixture

@@ -32,19 +32,6 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     return Checkpoint(small_checkpoint(tmp_path / "checkpoint"))
 
 
-def slabs_in_maps() -> set[str]:
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return {line for line in lines if "weight-broker-slab" in line}
-
-
-@pytest.fixture
-def slab_mappings() -> Callable[[], int]:
-    """How many slabs this process maps that it did not map before the test."""
-    gc.collect()
-    before = slabs_in_maps()
-    return lambda: len(slabs_in_maps() - before)
-
-
 def leases(broker: RunningBroker) -> int:
     return sum(len(entry["leases"]) for entry in broker.status()["sets"])
 

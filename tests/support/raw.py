@@ -90,3 +90,8 @@ def percentile(values: list[float], share: float) -> float:
     """The value that this share of the values does not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def close_descriptors(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
