@@ -32,7 +32,6 @@ from engine_client.lease import Lease, attach
 from engine_client.observer import Operator
 from engine_client.progress import Show, shown
 from engine_client.publisher import Publisher
-from engine_client.room import CLIENT_DESCRIPTORS, check_room
 from engine_client.session import Session, connect
 from engine_client.shielded import shielded
 from engine_client.stage import Stage
@@ -80,7 +79,6 @@ class EngineClient(Operator, Publisher, Closeable):
         label: str | None = None,
         timeout: float | None = 10.0,
     ) -> None:
-        check_room(CLIENT_DESCRIPTORS, "a client")  # before anything is opened
         wanted = device or AUTO
         where = None if directory is None else Path(directory)
         name = default_name() if broker is None else broker

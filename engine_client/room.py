@@ -10,9 +10,13 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from broker.errors import UsageError
+from engine_client.deadline import Deadline
 from engine_client.descriptors import Descriptor, closed_after
+from engine_client.progress import Show
+from engine_client.shielded import shielded
 
 CLIENT_DESCRIPTORS = 16
 """A client has eleven, and opens some more while it connects."""
@@ -21,9 +25,14 @@ PING_DESCRIPTORS = 12
 
 def check_room(needed: int, what: str) -> None:
     """Raise `UsageError` unless so many descriptors can be opened now; `what` needs them."""
+    with told_of_the_limit(what):
+        shielded(partial(_open_and_close, needed), Deadline(None))
+
+
+def _open_and_close(number: int, _show: Show) -> None:
     opened: list[Descriptor] = []
-    with told_of_the_limit(what), closed_after(opened):
-        for _ in range(needed):
+    with closed_after(opened):
+        for _ in range(number):
             opened.append(Descriptor(os.eventfd(0, os.EFD_CLOEXEC)))  # noqa: PERF401 - to be closed
 
 

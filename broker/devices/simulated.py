@@ -138,9 +138,10 @@ class HostMapping(Mapping):
 
     def close(self) -> None:
         with self._lock:
+            is_here = os.getpid() == self._pid
             if self._state != _CLOSED:
                 self._state = _CLOSED
-                if os.getpid() == self._pid:
+                if is_here:  # looked at before: between the two a signal's handler could raise
                     _libc.munmap(self.address, self.nbytes)
 
     def suspend(self) -> None:

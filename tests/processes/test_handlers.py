@@ -86,6 +86,7 @@ def test_closing_in_the_middle_of_a_call(
     def try_at(line: int, went_on: list[bool]) -> None:
         client = shared_broker.client()
         weights = client.acquire(checkpoint)
+        weights.memory("layer.1.weight").release()  # the first call does more than the others
         try:
             reached = at_line(line, client.close, lambda: call(client, weights))
         except BrokerError:
@@ -155,6 +156,24 @@ def test_interrupted_acquire_leaves_nothing(
         assert not client._session._channel._entered()
 
 
+def test_interrupted_connect_leaves_nothing(shared_broker: RunningBroker) -> None:
+    """Wherever Ctrl-C comes while a client is made: no session and no descriptor is left."""
+    shared_broker.client().close()
+    gc.collect()
+    before, sessions = descriptors(), len(shared_broker.status()["sessions"])
+    made: list[EngineClient] = []
+    line = 0
+    while not made:
+        with contextlib.suppress(KeyboardInterrupt):
+            at_line(line, interrupt, lambda: made.append(shared_broker.client()))
+        line += 1
+    made.pop().close()
+    gc.collect()
+    assert line > 10
+    eventually(lambda: len(shared_broker.status()["sessions"]) == sessions, 1, "all sessions' end")
+    eventually(lambda: descriptors() == before, 1, "the end of every descriptor")
+
+
 def test_interrupted_release_is_completed(
     shared_broker: RunningBroker, checkpoint: Checkpoint, slab_mappings: Callable[[], int]
 ) -> None:
@@ -178,7 +197,8 @@ def test_interrupted_view_is_not_counted(
     """Wherever Ctrl-C comes in `memory`: no view is taken for alive that nobody holds."""
     with shared_broker.client() as client:
         weights = client.acquire(checkpoint)
-        views: list[memoryview] = []
+        views = [weights.memory("layer.1.weight")]  # the first call does more than the others
+        views.clear()
         line = 0
         while not views:
             with contextlib.suppress(KeyboardInterrupt):
