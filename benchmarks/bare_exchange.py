@@ -76,7 +76,7 @@ class BareExchange:
         self._epoll.register(session, select.EPOLLIN)
 
     def _answer_requests(self) -> bool:
-        """True if a whole turn was used up."""
+        """True if there are more: to send may take away what the descriptor had to tell."""
         due, records = [], 0
         for _ in range(_TURN):
             try:
@@ -89,7 +89,7 @@ class BareExchange:
             self._link.send(bytes(records))
         for answer in due:
             self._router.send_multipart(answer)
-        return len(due) == _TURN
+        return bool(int(self._router.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def _answer_session(self, session: socket.socket) -> None:
         packet, descriptors, _cut = receive_packet(session, wire.MAX_SESSION_PACKET_BYTES)
