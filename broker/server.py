@@ -308,14 +308,11 @@ class Server:
         return self.conversation.has_request
 
     def _handle_requests(self) -> None:
-        for already in range(RECEIVE_BATCH):
+        for _ in range(RECEIVE_BATCH):
             received = self.conversation.receive()
             if received is None:
                 return
             self.dispatcher.handle(*received)
-            # Most turns have one request: to ask for another costs less than to find none.
-            if not already and not self.conversation.has_request:
-                return
 
     def perform(self, actions: list[Action]) -> None:
         """Carry out what the books decided (performing.py). Nothing any more once the end has
