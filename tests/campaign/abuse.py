@@ -31,9 +31,8 @@ SECONDS = 10.0
 PING_SECONDS = 0.1
 """The promise (DESIGN section 1)."""
 MAX_GROWTH_BYTES = 768 << 20
-"""A peer without end sends gigabytes a second; it is cut off after some hundredths of a second that
-the server runs, and a busy machine lets it run late."""
-"""`stream_bytes`, what arrives before it is noticed, and what the flood has under way."""
+"""`stream_bytes`, what arrives before it is noticed, and what the flood has under way. A peer without
+end sends gigabytes a second, and a busy machine lets the server run late."""
 FLOOD_AHEAD = 500
 
 
