@@ -41,7 +41,8 @@ MAX_AHEAD = 1024
 MAX_UNSENT_AHEAD = 8
 """Answers that may wait while it is looked for."""
 MAX_PASSED = 8
-"""Packets with descriptors that a peer may leave unread; one, where all leave many."""
+"""So many packets with descriptors go to a peer before it is looked whether it reads them. Where
+all together leave many unread, it is looked before each but the first."""
 DESCRIPTORS_PASSED = 2
 """In one of these packets: slab and manifest."""
 PAUSE_SECONDS = 0.005
@@ -148,6 +149,8 @@ class SessionPeer:
         self._on_mistake = on_mistake
         self._delivered: dict[tuple[bytes, str], int] = {}
         self._refused: dict[tuple[bytes, str], BrokerError] = {}
+        self._late: dict[tuple[bytes, str], None] = {}
+        """What requests that were refused are still to get, in order: nobody will take it."""
         self._unsent: list[tuple[bytes, list[int]]] = []
         self._all_passed = passed
         self._passed = 0
@@ -202,6 +205,9 @@ class SessionPeer:
             raise refusal
         descriptor = self._delivered.pop((request, what), None)
         if descriptor is None and self._unsent:
+            self._late[request, what] = None
+            if len(self._late) > self._limits.descriptors:
+                del self._late[next(iter(self._late))]
             raise Busy(
                 f"the {what}'s descriptor is not read while answers wait on the session socket: "
                 "the engine reads them too slowly, or as many descriptors are on their way as the "
@@ -298,7 +304,7 @@ class SessionPeer:
         self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
 
     def _may_pass_on(self) -> bool:
-        """Whether the peer has read the descriptors it was sent, but a few."""
+        """Whether the peer may be sent descriptors: it reads them, or there is room for all."""
         is_crowded = self._all_passed.packets >= self._all_passed.most
         if self._passed < (1 if is_crowded else MAX_PASSED):
             return True
@@ -306,7 +312,7 @@ class SessionPeer:
         fcntl.ioctl(self._connection, termios.TIOCOUTQ, queued)
         if not queued[0]:
             self._forget_passed()
-        return not queued[0]
+        return not (queued[0] and is_crowded)
 
     def _forget_passed(self) -> None:
         self._all_passed.packets -= self._passed
@@ -392,6 +398,10 @@ class SessionPeer:
         key = (message.request, message.what)
         if len(descriptors) != 1 and not truncated:
             raise BadRequest("deliver carries one descriptor")
+        if key in self._late:
+            del self._late[key]
+            close_unasked(descriptors)
+            return True
         if key in self._delivered:
             close_received(self._delivered.pop(key))  # sent again: the latest counts
         self._refused.pop(key, None)

@@ -20,6 +20,7 @@ import itertools
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -167,8 +168,8 @@ class Channel:
         """
         self.finish(end)
         self._wake_up()
-        if threading.get_ident() == self._thread.ident or self._is_over:
-            return
+        if threading.get_ident() == self._thread.ident or self._is_over or sys.is_finalizing():
+            return  # of an interpreter that ends, no other thread runs any more
         # Not `join`: it takes a lock of the threading module, which may be held here.
         if self._over.acquire(timeout=CLOSE_SECONDS):
             self._over.release()

@@ -76,6 +76,8 @@ class Lease:
 
     def _end_if_unused(self) -> None:
         """Every step may be done again, so that an end which was interrupted can be completed."""
+        if self.session.is_inherited:
+            return  # the lock may have been held at the fork, and then it is for ever
         with self._lock:
             if self._is_wanted or self._views or self._is_given_back:
                 return
@@ -177,6 +179,8 @@ class Lease:
             raise UsageError("these weights are asleep: wake() them first")
 
     def _view_died(self, view: object) -> None:
+        if self.session.is_inherited:
+            return
         with self._lock:
             self._views.discard(view)
         self._end_if_unused()

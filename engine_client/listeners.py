@@ -62,5 +62,5 @@ def _guarded(callback: Callable[..., None], *arguments: Any) -> None:
     """Run a user's callback; whoever runs it must go on whatever it raises."""
     try:
         callback(*arguments)
-    except Exception:
+    except BaseException:
         log.exception("a callback of the weight broker's client raised")

@@ -19,7 +19,15 @@ from broker.errors import Busy
 from broker.limits import DEFAULTS
 from broker.loop import Loop
 from broker.packets import receive_packet
-from broker.sessions import MAX_PASSED, SO_PEERPIDFD, Passed, PeerIdentity, SessionPeer, identify
+from broker.sessions import (
+    MAX_PASSED,
+    MAX_UNSENT_AHEAD,
+    SO_PEERPIDFD,
+    Passed,
+    PeerIdentity,
+    SessionPeer,
+    identify,
+)
 from tests.support.clock import SCALE
 from tests.support.raw import close_descriptors
 
@@ -155,17 +163,35 @@ def test_too_many_descriptors_on_their_way(session: Session) -> None:
     assert session.ends == []
 
 
-def test_descriptors_that_are_not_read(session: Session) -> None:
-    """A few are on their way to one session; the others wait until it has read those."""
+def test_descriptors_that_are_not_read_yet(session: Session, passed: Passed) -> None:
+    """Threads of an engine may ask for many at once: as long as there is room for all, none waits;
+    and when they have been read, it is known."""
     attaches = 5 * MAX_PASSED
     for _ in range(attaches):
         session.engine.send(ATTACH)
     turns = itertools.count()
     session.turn_until(lambda: next(turns) > 2 * attaches)
-    assert session.read() == MAX_PASSED
-    session.turn_until(lambda: session.read() == attaches)
-    assert session.counts == [1] * attaches
+    assert passed.packets == attaches
+    assert session.read() == attaches
+    session.engine.send(ATTACH)
+    session.turn_until(lambda: session.read() == attaches + 1)
+    assert passed.packets == 1
     assert session.ends == []
+
+
+def test_a_request_whose_descriptor_is_not_read(session: Session, passed: Passed) -> None:
+    """It is refused while answers wait; what comes for it later is closed, and takes no room."""
+    passed.packets = passed.most
+    for _ in range(MAX_UNSENT_AHEAD + 3):
+        session.engine.send(ATTACH)
+    socket.send_fds(session.engine, [wire.encode(wire.Deliver(b"late", "source"))], [0])
+    with pytest.raises(Busy, match="is not read while answers wait"):
+        session.peer.take(b"late", "source")
+    session.turn_until(lambda: session.read() == MAX_UNSENT_AHEAD + 3)
+    socket.send_fds(session.engine, [wire.encode(wire.Deliver(b"next", "source"))], [0])
+    close_descriptors([session.peer.take(b"next", "source")])
+    assert not session.peer._delivered
+    assert not session.peer._late
 
 
 def test_descriptors_that_many_do_not_read(session: Session, passed: Passed) -> None:

@@ -31,8 +31,8 @@ SECONDS = 10.0
 PING_SECONDS = 0.1
 """The promise (DESIGN section 1)."""
 MAX_GROWTH_BYTES = 768 << 20
-"""`stream_bytes`, what arrives before it is noticed, and what the flood has under way. A peer without
-end sends gigabytes a second, and a busy machine lets the server run late."""
+"""`stream_bytes`, what arrives before it is noticed, and what the flood has under way. A peer
+without end sends gigabytes a second, and a busy machine lets the server run late."""
 FLOOD_AHEAD = 500
 
 

@@ -22,6 +22,7 @@ from tests.support.stored import small_checkpoint
 THREADS = 8
 ROUNDS = 15
 CROWD = 64
+CROWD_ROUNDS = 10
 RESIDENT_LIMIT_BYTES = 60 << 20
 WAIT_SECONDS = 20.0
 DROPPED = "a client that is dropped"
@@ -76,18 +77,22 @@ def test_one_client_in_eight_threads(shared_broker: RunningBroker, tmp_path: Pat
 
 
 def test_many_threads_ask_at_once(shared_broker: RunningBroker, checkpoint: Checkpoint) -> None:
-    """A crowd of threads that ask at once: no request is separated from its descriptor."""
+    """A crowd of threads that ask at once, and again: no request is separated from its descriptor,
+    and none is left without its request."""
     start = threading.Barrier(CROWD)
 
     def ask(client: EngineClient) -> WeightSet:
         start.wait(WAIT_SECONDS * SCALE)
+        for _ in range(CROWD_ROUNDS):
+            client.acquire(checkpoint).release()
         return client.acquire(checkpoint)
 
     with shared_broker.client() as client, ThreadPoolExecutor(CROWD) as pool:
         asked = [pool.submit(ask, client) for _ in range(CROWD)]
         got = [future.result(WAIT_SECONDS * SCALE) for future in asked]
         assert {weights.set_id for weights in got} == {got[0].set_id}
-        assert leases(shared_broker) == CROWD
+        eventually(lambda: leases(shared_broker) == CROWD, 1, "one lease for each")
+        assert shared_broker.counter("packets_refused") == 0
 
 
 def test_closing_under_threads_that_wait(shared_broker: RunningBroker, tmp_path: Path) -> None:

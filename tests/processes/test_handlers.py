@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from broker.errors import BrokerError
 from engine_client import Checkpoint, EngineClient, WeightSet
+from engine_client.channel import CLOSE_SECONDS
 from tests.support.clock import SCALE, eventually
 from tests.support.moments import at_line
 from tests.support.processes import RunningBroker
@@ -123,6 +125,21 @@ def test_engine_that_closes_at_sigterm(
             assert engine.wait(HANG_SECONDS * SCALE) == 0
         finally:
             engine.kill()
+
+
+def test_engine_that_closes_while_the_interpreter_ends(shared_broker: RunningBroker) -> None:
+    """Then no other thread runs any more, and none is waited for."""
+    script = (
+        "import sys\n"
+        "from engine_client import EngineClient\n"
+        "class Engine:\n"
+        "    def __init__(self): self.client = EngineClient('simulated', directory=sys.argv[1])\n"
+        "    def __del__(self): self.client.close()\n"
+        "engine = Engine()\n"
+    )
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-c", script, shared_broker.directory], check=True)
+    assert time.monotonic() - began < CLOSE_SECONDS
 
 
 # --- handlers that raise -------------------------------------------------------------------------

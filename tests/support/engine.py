@@ -96,17 +96,20 @@ class ToldEngine:
     # --- children -------------------------------------------------------------------------
 
     def fork(self, keep: str = "w") -> dict[str, Any]:
-        """Fork a child that tries everything a client can do, says how it went, and lives on.
+        """Fork a child that drops a view, tries everything a client can do, says how it went, and
+        lives on.
 
         At that moment another thread is inside the client, and so for ever in the child.
         """
         reader, writer = os.pipe()
+        views = [self.weights[keep].slab_memory()]
         inside, leave = threading.Event(), threading.Event()
         thread = threading.Thread(target=self._stay_inside, args=(keep, inside, leave))
         thread.start()
         inside.wait()
         child = os.fork()
         if child == 0:
+            views.clear()
             os.write(writer, json.dumps(self._tries_in_child(keep)).encode())
             os.close(writer)
             signal.pause()
