@@ -18,9 +18,12 @@ from hypothesis import HealthCheck, Phase, settings
 from tests.support.nursery import Nursery
 from tests.support.processes import ROOT
 
+# As in the background of a shell without job control, and under nohup; what tests start would
+# inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # As in the background of a shell without job control; what tests start would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 settings.register_profile(
     "suite",
