@@ -400,8 +400,7 @@ class SessionPeer:
             raise BadRequest("deliver carries one descriptor")
         if key in self._late:
             del self._late[key]
-            close_unasked(descriptors)
-            return True
+            return False
         if key in self._delivered:
             close_received(self._delivered.pop(key))  # sent again: the latest counts
         self._refused.pop(key, None)

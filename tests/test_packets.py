@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import socket
 from collections.abc import Iterator
+from typing import BinaryIO
 
 import pytest
 
@@ -84,14 +86,21 @@ def test_no_room_for_descriptors(pair: Pair) -> None:
     assert (packet, len(descriptors), cut) == (b"y", 1, True)
 
 
+@contextlib.contextmanager
+def sent_pipe(connection: socket.socket) -> Iterator[BinaryIO]:
+    """A pipe's reading end; its only writing end is on its way through the socket."""
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb") as pipe:
+        socket.send_fds(connection, [b"y"], [writer])
+        os.close(writer)
+        yield pipe
+
+
 def test_unread_descriptors(pair: Pair) -> None:
     """What is in a queue is closed before the socket is, also behind an empty packet."""
     ours, theirs = pair
     theirs.send(b"")
-    reader, writer = os.pipe()
-    with os.fdopen(reader, "rb") as pipe:
-        socket.send_fds(theirs, [b"y"], [writer])
-        os.close(writer)
+    with sent_pipe(theirs) as pipe:
         ours.shutdown(socket.SHUT_RDWR)
         discard_unread(ours)
         assert pipe.read() == b""  # blocks while anybody could write
@@ -101,10 +110,7 @@ def test_unread_descriptors_of_a_peer_that_is_gone(pair: Pair) -> None:
     """The same if packets of ours were left unread."""
     ours, theirs = pair
     ours.send(b"never read")
-    reader, writer = os.pipe()
-    with os.fdopen(reader, "rb") as pipe:
-        socket.send_fds(theirs, [b"y"], [writer])
-        os.close(writer)
+    with sent_pipe(theirs) as pipe:
         theirs.close()
         ours.shutdown(socket.SHUT_RDWR)
         discard_unread(ours)

@@ -48,6 +48,11 @@ def leases(broker: RunningBroker) -> int:
     return sum(len(entry["leases"]) for entry in broker.status()["sets"])
 
 
+def check_nothing_is_left(broker: RunningBroker, slab_mappings: Callable[[], int]) -> None:
+    eventually(lambda: leases(broker) == 0, 1, "the end of every lease")
+    eventually(lambda: slab_mappings() == 0, 1, "the end of every mapping")
+
+
 def descriptors() -> Counter[str]:
     """What is open, by name."""
     found: Counter[str] = Counter()
@@ -104,8 +109,7 @@ def test_closing_in_the_middle_of_a_call(
         assert not thread.is_alive(), f"it hangs when it is closed at its line {line}"
         line += 1
     assert line > 3
-    eventually(lambda: leases(shared_broker) == 0, 1, "the end of every lease")
-    eventually(lambda: slab_mappings() == 0, 1, "the end of every mapping")
+    check_nothing_is_left(shared_broker, slab_mappings)
 
 
 def test_engine_that_closes_at_sigterm(
@@ -167,8 +171,7 @@ def test_interrupted_acquire_leaves_nothing(
         acquired.pop().release()
         gc.collect()
         assert line > 10
-        eventually(lambda: leases(shared_broker) == 0, 1, "the end of every lease")
-        eventually(lambda: slab_mappings() == 0, 1, "the end of every mapping")
+        check_nothing_is_left(shared_broker, slab_mappings)
         eventually(lambda: not descriptors() - before, 1, "the end of every descriptor")
         channel = client._session._channel
         eventually(lambda: not channel._entered(), 1, "the answer of every call")
@@ -205,8 +208,7 @@ def test_interrupted_release_is_completed(
             line += 1
             del weights
         assert line > 10
-        eventually(lambda: leases(shared_broker) == 0, 1, "the end of every lease")
-        eventually(lambda: slab_mappings() == 0, 1, "the end of every mapping")
+        check_nothing_is_left(shared_broker, slab_mappings)
 
 
 def test_interrupted_view_is_not_counted(
