@@ -33,10 +33,6 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     return Checkpoint(small_checkpoint(tmp_path / "checkpoint"))
 
 
-def leases(broker: RunningBroker) -> int:
-    return sum(len(entry["leases"]) for entry in broker.status()["sets"])
-
-
 # --- the broker's own weight --------------------------------------------------------------------
 
 
@@ -72,7 +68,7 @@ def test_one_client_in_eight_threads(shared_broker: RunningBroker, tmp_path: Pat
     with shared_broker.client() as client, ThreadPoolExecutor(THREADS) as pool:
         for future in [pool.submit(work, client, number) for number in range(THREADS)]:
             future.result(WAIT_SECONDS * SCALE)
-        eventually(lambda: leases(shared_broker) == 0, 1, "the end of every lease")
+        eventually(lambda: shared_broker.leases() == 0, 1, "the end of every lease")
     assert shared_broker.counter("loads_started") == len(wanted)
 
 
@@ -91,7 +87,7 @@ def test_many_threads_ask_at_once(shared_broker: RunningBroker, checkpoint: Chec
         asked = [pool.submit(ask, client) for _ in range(CROWD)]
         got = [future.result(WAIT_SECONDS * SCALE) for future in asked]
         assert {weights.set_id for weights in got} == {got[0].set_id}
-        eventually(lambda: leases(shared_broker) == CROWD, 1, "one lease for each")
+        eventually(lambda: shared_broker.leases() == CROWD, 1, "one lease for each")
         assert shared_broker.counter("packets_refused") == 0
 
 
@@ -163,7 +159,7 @@ def test_lease_collected_during_a_call(
             client.ping()
         finally:
             gc.enable()
-        eventually(lambda: leases(shared_broker) == 0, 1, "the end of the lease")
+        eventually(lambda: shared_broker.leases() == 0, 1, "the end of the lease")
 
 
 # --- clients that are dropped -------------------------------------------------------------------
@@ -206,10 +202,10 @@ def test_dropped_client_lives_as_long_as_its_weights(
     view = weights.memory("layer.1.weight")
     del weights
     gc.collect()
-    assert (leases(shared_broker), clients(shared_broker)) == (1, 1)
+    assert (shared_broker.leases(), clients(shared_broker)) == (1, 1)
     assert len(bytes(view)) == view.nbytes
     del view
-    eventually(lambda: leases(shared_broker) == 0, 1, "the end of the lease")
+    eventually(lambda: shared_broker.leases() == 0, 1, "the end of the lease")
     eventually(lambda: clients(shared_broker) == 0, 1, "the end of the session")
     assert slab_mappings() == 0
 
@@ -226,14 +222,14 @@ def test_release_with_a_live_view(
         view = weights.memory("layer.1.weight")[100:200]
         with pytest.raises(UsageError, match="alive"):
             weights.release()
-        assert leases(shared_broker) == 1
+        assert shared_broker.leases() == 1
         assert len(bytes(view)) == 100
         with pytest.raises(TypeError):
             view[0] = 0
         del view
         weights.release()
         weights.release()
-        eventually(lambda: leases(shared_broker) == 0, 1, "the end of the lease")
+        eventually(lambda: shared_broker.leases() == 0, 1, "the end of the lease")
         assert slab_mappings() == 0
         for read in (weights.slab_memory, lambda: weights.memory("layer.1.weight")):
             with pytest.raises(UsageError, match="released"):
@@ -271,10 +267,10 @@ def test_view_keeps_the_lease(shared_broker: RunningBroker, checkpoint: Checkpoi
         view = client.acquire(checkpoint).memory("layer.0.weight")
         gc.collect()
         client.ping()
-        assert leases(shared_broker) == 1
+        assert shared_broker.leases() == 1
         assert bytes(view)
         del view
-        eventually(lambda: leases(shared_broker) == 0, 1, "the end of the lease")
+        eventually(lambda: shared_broker.leases() == 0, 1, "the end of the lease")
 
 
 def test_closing_gives_back_what_is_not_used(
@@ -288,7 +284,7 @@ def test_closing_gives_back_what_is_not_used(
     client.close()
     assert (unused.is_released, used.is_released) == (True, False)
     assert len(view) == used.nbytes
-    eventually(lambda: leases(shared_broker) == 0, 1, "the end of the session's leases")
+    eventually(lambda: shared_broker.leases() == 0, 1, "the end of the session's leases")
     with pytest.raises(BrokerError, match="closed"):
         client.acquire(checkpoint)
     del view

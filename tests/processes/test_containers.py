@@ -40,10 +40,6 @@ def checkpoint(tmp_path: Path) -> Path:
     return small_checkpoint(tmp_path / "checkpoint", nbytes=1 << 18)
 
 
-def leases(broker: RunningBroker) -> int:
-    return sum(len(entry["leases"]) for entry in broker.status()["sets"])
-
-
 def sessions(broker: RunningBroker) -> list[dict[str, Any]]:
     return [entry for entry in broker.status()["sessions"] if not entry["loader"]]
 
@@ -80,7 +76,7 @@ def test_engine_in_a_container_is_killed(
     assert entry["pid"] > 0
     assert entry["command"].startswith("python")
     os.kill(entry["pid"], signal.SIGKILL)
-    eventually(lambda: leases(broker) == 0, RIGHT_SECONDS, "the end of the lease")
+    eventually(lambda: broker.leases() == 0, RIGHT_SECONDS, "the end of the lease")
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +101,7 @@ def test_broker_in_a_container(
     assert (entry["pid"], entry["command"]) == (0, "?")
     assert entry["label"] == "told engine"
     engine.kill()
-    eventually(lambda: leases(contained) == 0, RIGHT_SECONDS, "the end of the lease")
+    eventually(lambda: contained.leases() == 0, RIGHT_SECONDS, "the end of the lease")
 
 
 def test_forked_child_of_a_process_without_a_pid(
@@ -118,7 +114,7 @@ def test_forked_child_of_a_process_without_a_pid(
     try:
         began = time.monotonic()
         engine.kill()
-        eventually(lambda: leases(contained) == 0, RIGHT_SECONDS, "the end of the lease")
+        eventually(lambda: contained.leases() == 0, RIGHT_SECONDS, "the end of the lease")
         assert time.monotonic() - began < RIGHT_SECONDS * SCALE
         os.kill(child, 0)
     finally:

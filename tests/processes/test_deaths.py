@@ -36,13 +36,9 @@ def checkpoint(tmp_path: Path) -> str:
     return str(small_checkpoint(tmp_path / "checkpoint"))
 
 
-def leases(broker: RunningBroker) -> int:
-    return sum(len(entry["leases"]) for entry in broker.status()["sets"])
-
-
 def check_evict_frees_everything(broker: RunningBroker) -> None:
     """What is resident is soon held by nobody: evicting it gives all memory back."""
-    eventually(lambda: leases(broker) == 0, RIGHT_SECONDS, "the end of the last lease")
+    eventually(lambda: broker.leases() == 0, RIGHT_SECONDS, "the end of the last lease")
     (entry,) = broker.status()["sets"]
     (device,) = broker.status()["devices"].values()
     assert (device["leased"], device["idle"]) == (0, entry["nbytes"])
@@ -64,13 +60,13 @@ def test_killed_engine_loses_its_lease(
     step = broker.counts()
     engine.ask("acquire", path=checkpoint)
     neighbour.ask("acquire", path=checkpoint)
-    assert leases(broker) == 2
+    assert broker.leases() == 2
     engine.kill()
-    eventually(lambda: leases(broker) == 1, RIGHT_SECONDS, "the end of the lease")
+    eventually(lambda: broker.leases() == 1, RIGHT_SECONDS, "the end of the lease")
     assert step.added("leases_reclaimed") == 1
     assert neighbour.ask("identity") == broker.status()["sets"][0]["key"]["checkpoint"]
     neighbour.ask("release")
-    eventually(lambda: leases(broker) == 0, RIGHT_SECONDS, "the end of the other lease")
+    eventually(lambda: broker.leases() == 0, RIGHT_SECONDS, "the end of the other lease")
     check_evict_frees_everything(broker)
 
 
@@ -83,9 +79,9 @@ def test_engine_killed_while_stopped(
     os.kill(engine.pid, signal.SIGSTOP)
     with broker.client() as client:
         client.ping()
-    assert leases(broker) == 1
+    assert broker.leases() == 1
     engine.kill()
-    eventually(lambda: leases(broker) == 0, RIGHT_SECONDS, "the end of the lease")
+    eventually(lambda: broker.leases() == 0, RIGHT_SECONDS, "the end of the lease")
     check_evict_frees_everything(broker)
 
 
@@ -97,7 +93,7 @@ def test_engine_that_ends_without_a_word(
     engine.ask("acquire", path=checkpoint)
     engine.close()
     assert engine.process.returncode == 0
-    eventually(lambda: leases(broker) == 0, RIGHT_SECONDS, "the end of the lease")
+    eventually(lambda: broker.leases() == 0, RIGHT_SECONDS, "the end of the lease")
     check_evict_frees_everything(broker)
 
 
@@ -134,11 +130,11 @@ def test_forked_child_is_told_and_keeps_nothing(
             assert outcome.startswith("UsageError: "), (name, outcome)
             assert "fork" in outcome, (name, outcome)
         # What the child did was its own affair.
-        assert leases(broker) == 1
+        assert broker.leases() == 1
         assert engine.ask("identity") == granted["checkpoint"]
         assert held_slabs(forked["child"]) == set()
         engine.kill()
-        eventually(lambda: leases(broker) == 0, RIGHT_SECONDS, "the end of the lease")
+        eventually(lambda: broker.leases() == 0, RIGHT_SECONDS, "the end of the lease")
         assert is_alive(forked["child"])
         check_evict_frees_everything(broker)
     finally:
@@ -156,7 +152,7 @@ def test_child_forked_behind_pythons_back(
     child = engine.ask("fork_unseen")
     try:
         engine.kill()
-        eventually(lambda: leases(broker) == 0, RIGHT_SECONDS, "the end of the lease")
+        eventually(lambda: broker.leases() == 0, RIGHT_SECONDS, "the end of the lease")
         assert is_alive(child)
     finally:
         os.kill(child, signal.SIGKILL)
@@ -278,7 +274,7 @@ def test_engine_that_cannot_map_keeps_no_lease(
     answer = engine.answer()
     assert answer["error"] == "InternalError"
     assert "cannot be mapped" in answer["sentence"]
-    eventually(lambda: leases(broker) == 0, RIGHT_SECONDS, "the end of the lease")
+    eventually(lambda: broker.leases() == 0, RIGHT_SECONDS, "the end of the lease")
     check_evict_frees_everything(broker)
 
 

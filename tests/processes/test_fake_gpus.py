@@ -79,16 +79,12 @@ def what_a_test_took_comes_back(
 ) -> Iterator[None]:
     """After each test nobody leases anything, and the device holds what is on the books."""
     yield
-    eventually(lambda: leases(served) == 0, 5, "the end of every lease")
+    eventually(lambda: served.leases() == 0, 5, "the end of every lease")
     books = served.status()["devices"][pair[0].device["uuid"]]
     held = books["limit"] - books["free"]
     eventually(
         lambda: pair[0].ask("free_bytes") == TOTAL - CANARY - held, 5, "memory off the books"
     )
-
-
-def leases(broker: RunningBroker) -> int:
-    return sum(len(entry["leases"]) for entry in broker.status()["sets"])
 
 
 # --- weights ------------------------------------------------------------------------------------
@@ -175,7 +171,7 @@ def test_sleeping_weights_are_not_held(
     first.ask("sleep")
     assert first.ask("live", kind="handles") == 0
     assert first.ask("live", kind="reservations") == 1
-    assert leases(served) == 1
+    assert served.leases() == 1
     first.ask("wake")
     assert first.ask("address") == address
     assert first.ask("identity") == granted["checkpoint"]
@@ -192,9 +188,9 @@ def test_a_device_that_cannot_be_waited_for_keeps_the_lease(
     engine.ask("script", faults=f"{node.call('CtxSynchronize', 'DeviceSynchronize')}=900")
     engine.ask("release")
     assert engine.ask("live", kind="mappings") == 1
-    assert leases(served) == 1
+    assert served.leases() == 1
     engine.ask("script", faults="")
-    eventually(lambda: leases(served) == 0, 5, "the end of the lease")
+    eventually(lambda: served.leases() == 0, 5, "the end of the lease")
     assert engine.ask("live", kind="mappings") == 0
 
 
@@ -284,7 +280,7 @@ def test_an_engine_that_sees_other_memory(
     assert answer["fields"]["reason"] == reason
     assert words in answer["sentence"]
     assert answer["sentence"].startswith("[weight-broker:engine] found platform ")
-    assert leases(served) == 0
+    eventually(lambda: served.leases() == 0, 5, "the end of the lease")
     for kind in ("mappings", "handles", "reservations", "contexts"):
         assert engine.ask("live", kind=kind) == 0
     assert engine.ask("acquire", path=checkpoint)["how"] == "resident"

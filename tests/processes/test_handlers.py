@@ -44,12 +44,8 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     return Checkpoint(small_checkpoint(tmp_path / "checkpoint"))
 
 
-def leases(broker: RunningBroker) -> int:
-    return sum(len(entry["leases"]) for entry in broker.status()["sets"])
-
-
 def check_nothing_is_left(broker: RunningBroker, slab_mappings: Callable[[], int]) -> None:
-    eventually(lambda: leases(broker) == 0, 1, "the end of every lease")
+    eventually(lambda: broker.leases() == 0, 1, "the end of every lease")
     eventually(lambda: slab_mappings() == 0, 1, "the end of every mapping")
 
 
@@ -160,7 +156,7 @@ def test_interrupted_acquire_leaves_nothing(
     assert threading.current_thread() is threading.main_thread()  # where handlers run
     with shared_broker.client() as client:
         client.acquire(checkpoint).release()
-        eventually(lambda: leases(shared_broker) == 0, 1, "the end of the first lease")
+        eventually(lambda: shared_broker.leases() == 0, 1, "the end of the first lease")
         before = descriptors()
         acquired: list[WeightSet] = []
         line = 0

@@ -253,7 +253,7 @@ def test_stop_in_the_middle_of_a_load(
     assert answer["sentence"]
     assert answer["at"] - began < AT_ONCE_SECONDS * SCALE
     assert not is_alive(loader)
-    assert engine.ask("lost")
+    eventually(lambda: engine.ask("lost"), AT_ONCE_SECONDS, "the engine's callback")
 
 
 def test_stop_in_the_middle_of_a_running_load(

@@ -136,12 +136,12 @@ def test_deaf_peer_comes_back(broker: RunningBroker, checkpoint: Checkpoint) -> 
                 deaf.socket.setsockopt(24, 1)  # ZMQ_RCVHWM: for connections from now on
                 flood_until_cut(broker, deaf)
             assert isinstance(session.receive(), wire.Welcome)
-            assert leases(broker) == 2
+            assert broker.leases() == 2
             with RawDealer(broker.directory) as again:
                 assert session.hello(again)[0] == b"ok"
                 status, payload = again.ask(b"1", b"", b"acquire", acquire)[2:]
                 assert (status, wire.decode_reply(wire.Granted, payload).lease) == (b"ok", "mine")
-                assert leases(broker) == 2
+                assert broker.leases() == 2
                 assert again.ask(b"release", wire.encode(wire.Release("mine")))[0] == b"ok"
 
 
@@ -153,10 +153,6 @@ def flood_until_cut(broker: RunningBroker, deaf: RawDealer) -> None:
         return broker.counter("conversations_lost") > 0
 
     eventually(is_cut, 20, "the end of the deaf peer's conversation")
-
-
-def leases(broker: RunningBroker) -> int:
-    return sum(len(entry["leases"]) for entry in broker.status()["sets"])
 
 
 def test_waiting_call_survives_its_conversation(
@@ -177,11 +173,11 @@ def test_waiting_call_survives_its_conversation(
     eventually(lambda: counted("requests_repeated") == 1, 5, "the repeated request")
     broker.let_loader_go()
     assert engine.answer()["ok"]["how"] == "loaded"
-    assert leases(broker) == 1
+    assert broker.leases() == 1
     assert counted("loads_started") == 1
     assert broker.waiting() == 0
     engine.ask("release")
-    eventually(lambda: leases(broker) == 0, 5, "the end of the lease")
+    eventually(lambda: broker.leases() == 0, 5, "the end of the lease")
 
 
 def break_conversations_of(broker: RunningBroker, engine: Engine) -> int:
@@ -229,7 +225,7 @@ def test_client_whose_conversation_breaks(
             broker.evict_all()
             assert watch.next(10).set == weights.set_id  # type: ignore[union-attr]
         weights.release()
-        eventually(lambda: leases(broker) == 0, 5, "the end of the lease")
+        eventually(lambda: broker.leases() == 0, 5, "the end of the lease")
 
 
 # --- engines that do not run --------------------------------------------------------------------
@@ -257,7 +253,7 @@ def test_engine_that_does_not_run_for_a_while(
     try:
         make_events(broker, tmp_path, lambda: counted("notices_dropped") > 0)
         os.kill(loader, signal.SIGCONT)
-        eventually(lambda: leases(broker) == 1, 20, "the grant")
+        eventually(lambda: broker.leases() == 1, 20, "the grant")
     finally:
         os.kill(engine.pid, signal.SIGCONT)
     assert engine.answer()["ok"]["how"] == "loaded"

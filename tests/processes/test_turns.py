@@ -57,8 +57,10 @@ def broker(start_broker: Callable[..., RunningBroker]) -> RunningBroker:
 @pytest.fixture
 def resident(broker: RunningBroker, tmp_path: Path) -> int:
     """A set that is there already."""
-    with broker.client() as client, client.acquire(Checkpoint(small_checkpoint(tmp_path))):
-        (entry,) = broker.status()["sets"]
+    with broker.client() as client:
+        client.acquire(Checkpoint(small_checkpoint(tmp_path))).release()
+        (entry,) = client.status()["sets"]
+    assert entry["leases"] == []
     return int(entry["id"])
 
 

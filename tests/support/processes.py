@@ -184,6 +184,11 @@ class RunningBroker:
         """Requests that wait for weights."""
         return sum(entry["waiting"] for entry in self.status()["sets"])
 
+    def leases(self) -> int:
+        """How many there are. One that was let go of is perhaps still among them: its engine does
+        not wait for the broker."""
+        return sum(len(entry["leases"]) for entry in self.status()["sets"])
+
     def slabs(self) -> int:
         """Slabs that keeper or server really hold, by the kernel's word."""
         return len({slab for pid in self.processes() for slab in held_slabs(pid)})
