@@ -171,38 +171,29 @@ class Connections:
 
     # --- what the conversation says -------------------------------------------------------
 
-    def knows(self, routing: bytes) -> bool:
-        return routing in self._by_routing
-
-    def introduce(self, routing: bytes, number: int) -> None:
-        """The first request with this routing id has come from the connection of this number."""
+    def introduce(self, routing: bytes, number: int) -> Connection | None:
+        """The first request with this routing id comes from the connection of this number. None:
+        that one is gone already."""
         self._listen()
         connection = self._by_number.get(number)
         if connection is not None:
             self._by_routing.pop(connection.routing, None)
             connection.routing = routing
             self._by_routing[routing] = connection
+        return connection
 
     def of(self, routing: bytes) -> Connection | None:
         """The connection behind a routing id, if it is still there."""
         return self._by_routing.get(routing)
 
-    def finished(self, routing: bytes) -> None:
+    def finished(self, connection: Connection) -> None:
         """A whole request has come."""
-        connection = self._by_routing.get(routing)
-        if connection is not None:
-            connection.requests += 1
-            if connection.unfinished_since is not None:
-                connection.unfinished_since = None
-                self._unfinished.discard(connection)
-            if connection.doubt is not None:
-                self._clear(connection)
-
-    def told(self, routing: bytes) -> None:
-        """Something was sent to it."""
-        connection = self._by_routing.get(routing)
-        if connection is not None:
-            connection.told_at = time.monotonic()
+        connection.requests += 1
+        if connection.unfinished_since is not None:
+            connection.unfinished_since = None
+            self._unfinished.discard(connection)
+        if connection.doubt is not None:
+            self._clear(connection)
 
     # --- coming and going -----------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from broker.store import check_manifest
 
 if TYPE_CHECKING:
     from broker.server import Server
+    from broker.sessions import SessionPeer
 
 PING = [b"ping", b""]
 """Operation and payload."""
@@ -164,7 +165,17 @@ class Dispatcher:
     def _decide(self, ticket: Ticket, message: wire.Message) -> list[Action]:
         books = self._broker.books
         session = ticket.session or 0
-        match message:
+        match message:  # what comes most often first: each case that does not fit takes time
+            case wire.Acquire():
+                if message.source is not None:
+                    peer = self._peer_of(ticket)
+                    ticket.source = peer.take(ticket.envelope[0], "source")
+                    if not (peer.is_own or books.is_known(message)):
+                        raise self._may_not_load()
+                self._check_limits(ticket)
+                return books.acquire(session, ticket.number, message)
+            case wire.Release():
+                return books.release(session, ticket.number, message)
             case wire.Status():
                 self._broker.tell_due()
                 return self._answer(ticket, self._status())
@@ -178,12 +189,6 @@ class Dispatcher:
                 actions = self._answer(ticket, wire.Done())
                 self._broker.hand_over()
                 return actions
-            case wire.Acquire():
-                if message.source is not None:
-                    ticket.source = self._take(ticket, "source")
-                    self._check_may_load(ticket, message)
-                self._check_limits(ticket)
-                return books.acquire(session, ticket.number, message)
             case wire.Claim():
                 self._check_limits(ticket)
                 return books.claim(session, ticket.number, message)
@@ -207,8 +212,6 @@ class Dispatcher:
                 )
             case wire.Report():
                 return self._report(ticket, session, message)
-            case wire.Release():
-                return books.release(session, ticket.number, message)
             case wire.Cancel():
                 return books.cancel(session, ticket.number, message)
             case wire.Evict():
@@ -300,21 +303,16 @@ class Dispatcher:
 
         A shipped loader runs with the rights of the broker's user.
         """
-        if not self._is_own(ticket):
+        peer = self._broker.peers.get(ticket.session or 0)
+        if peer is None or not peer.is_own:
             raise BadRequest(
                 f"{ticket.operation} is for processes of the broker's own user, uid "
                 f"{self._broker.access.uid}; yours may only use what is resident, and publish"
             )
 
-    def _is_own(self, ticket: Ticket) -> bool:
-        peer = self._broker.peers.get(ticket.session or 0)
-        return peer is not None and self._broker.access.is_own(peer.identity.uid)
-
-    def _check_may_load(self, ticket: Ticket, message: wire.Acquire) -> None:
-        """Raise `BadRequest` if a load would read files for somebody who perhaps may not."""
-        if self._is_own(ticket) or self._broker.books.is_known(message):
-            return
-        raise BadRequest(
+    def _may_not_load(self) -> BadRequest:
+        """A load would read files for somebody who perhaps may not."""
+        return BadRequest(
             "this checkpoint is not resident, and a load would read it with the rights of the "
             f"broker's user, uid {self._broker.access.uid}: have a process of that user load it "
             "first (or serve --preload), or publish the weights"
@@ -375,11 +373,15 @@ class Dispatcher:
         self._broker.times.progressed(claims[message.claim], message.stage, message.done)
         return actions
 
-    def _take(self, ticket: Ticket, what: str) -> int:
+    def _peer_of(self, ticket: Ticket) -> SessionPeer:
+        """Who has sent a request that a descriptor goes with."""
         peer = self._broker.peers.get(ticket.session or 0)
         if peer is None or not ticket.envelope:
             raise BadRequest(f"{ticket.operation} needs a request id as its first frame")
-        return peer.take(ticket.envelope[0], what)
+        return peer
+
+    def _take(self, ticket: Ticket, what: str) -> int:
+        return self._peer_of(ticket).take(ticket.envelope[0], what)
 
     # --- sessions -------------------------------------------------------------------------
 

@@ -58,6 +58,11 @@ class KeeperLink:
     """Everything sent is recorded when the call returns, or `is_behind`, and what must come after
     it has to be handed in by `later`. Leases are many and small: their records are gathered
     (`is_gathering`) until `flush`. Belongs to the loop's thread; no call waits for the keeper.
+
+    Attributes:
+        is_behind: the keeper does not read (it is stopped, or closes much memory): records wait
+            here.
+        is_gathering: records wait for `flush`; nobody may be told of what they say.
     """
 
     def __init__(self, link: socket.socket) -> None:
@@ -67,6 +72,7 @@ class KeeperLink:
         self._behind: deque[_Packet | Callable[[], None]] = deque()
         self._gathered: list[bytes] = []
         self._gathered_bytes = 0
+        self.is_behind = self.is_gathering = False
 
     def fileno(self) -> int:
         """Readable at end-of-file: the keeper has gone. Writable again: `catch_up`."""
@@ -76,27 +82,22 @@ class KeeperLink:
         """Call back when `catch_up` becomes necessary."""
         self._on_behind = callback
 
-    @property
-    def is_behind(self) -> bool:
-        """The keeper does not read (it is stopped, or closes much memory): records wait here."""
-        return bool(self._behind)
-
-    @property
-    def is_gathering(self) -> bool:
-        """Records wait for `flush`; nobody may be told of what they say."""
-        return bool(self._gathered)
-
     def flush(self) -> None:
         """Record what was gathered, in one packet; the keeper may be behind then."""
-        if self._gathered:
+        if self.is_gathering:
             packet = batch_of(self._gathered)
             self._gathered, self._gathered_bytes = [], 0
+            self.is_gathering = False
             self._send_packet(packet, ())
 
     def later(self, call: Callable[[], None]) -> None:
         """Do this when everything said so far is recorded."""
         self.flush()
-        self._behind.append(call)
+        self._put_behind(call)
+
+    def _put_behind(self, entry: _Packet | Callable[[], None]) -> None:
+        self._behind.append(entry)
+        self.is_behind = True
 
     def catch_up(self) -> None:
         """Send what waits, and do what has to come after it, as far as the keeper reads."""
@@ -105,9 +106,11 @@ class KeeperLink:
             if not isinstance(first, _Packet):
                 # What it records comes before everything that waits already.
                 rest, self._behind = self._behind, deque()
+                self.is_behind = False
                 first()
                 self.flush()
                 self._behind.extend(rest)
+            self.is_behind = bool(self._behind)
 
     def _advance(self, first: _Packet | Callable[[], None]) -> bool:
         if not isinstance(first, _Packet):
@@ -183,6 +186,7 @@ class KeeperLink:
         if self._gathered_bytes + len(packet) > INLINE_BYTES:
             self.flush()
         self._gathered.append(packet)
+        self.is_gathering = True
         self._gathered_bytes += len(packet)
 
     def _send(
@@ -201,7 +205,7 @@ class KeeperLink:
         if self._is_gone:
             return
         if self._behind or not self._try_send(packet, descriptors):
-            self._behind.append(_Packet(packet, [os.dup(fd) for fd in descriptors]))
+            self._put_behind(_Packet(packet, [os.dup(fd) for fd in descriptors]))
             if len(self._behind) == 1:
                 self._on_behind()
 

@@ -71,14 +71,16 @@ class Loop:
         self._running = True
         while self._running:
             more = drain()
-            self.slowest_turn = max(self.slowest_turn, time.monotonic() - self.turn_began)
-            events = self._epoll.poll(0 if more else self._wait())
+            now = time.monotonic()
+            self.slowest_turn = max(self.slowest_turn, now - self.turn_began)
+            events = self._epoll.poll(0 if more else self._wait(now))
             self.turn_began = time.monotonic()
             for descriptor, seen in events:
                 callback = self._callbacks.get(descriptor)
                 if callback is not None:
                     callback(seen)
-            self._run_timers()
+            if self._timers and self._timers[0][0] <= self.turn_began:
+                self._run_timers()
 
     def run_pending(self) -> None:
         """Run what other threads have handed over, outside `run`."""
@@ -93,10 +95,10 @@ class Loop:
         self._epoll.close()
         os.close(self._wake)
 
-    def _wait(self) -> float | None:
+    def _wait(self, now: float) -> float | None:
         if not self._running:
             return 0
-        return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+        return max(0.0, self._timers[0][0] - now) if self._timers else None
 
     def _run_timers(self) -> None:
         now = time.monotonic()

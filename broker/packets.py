@@ -5,7 +5,6 @@ To close a descriptor that a peer has sent may take as long as that peer likes (
 
 from __future__ import annotations
 
-import array
 import fcntl
 import os
 import socket
@@ -16,10 +15,13 @@ MAX_DESCRIPTORS = 4
 MOST_SENT = 253
 """That the kernel lets anybody send in one packet (SCM_MAX_FD). Where there is less room it closes
 the rest itself, in the midst of our `recvmsg`."""
-_RIGHTS = socket.CMSG_SPACE(MOST_SENT * struct.calcsize("i"))
+_SIZE = struct.calcsize("i")
+_RIGHTS = socket.CMSG_SPACE(MOST_SENT * _SIZE)
 _SENDER = socket.CMSG_SPACE(struct.calcsize("3i"))
 _CUT = int(socket.MSG_CTRUNC | socket.MSG_TRUNC)
-"""A plain number: the flags' own type takes microseconds for every operation."""
+_CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
+_LEVEL, _PASSED = int(socket.SOL_SOCKET), int(socket.SCM_RIGHTS)
+"""Plain numbers: the flags' own type takes microseconds for every operation."""
 _Ancillary = list[tuple[int, int, bytes]]
 
 
@@ -80,16 +82,16 @@ def close_unasked(descriptors: list[int]) -> None:
 
 def _receive(connection: socket.socket, nbytes: int, room: int) -> tuple[bytes, _Ancillary, int]:
     try:
-        return connection.recvmsg(nbytes, room, socket.MSG_CMSG_CLOEXEC)[:3]
+        return connection.recvmsg(nbytes, room, _CLOSE_ON_EXEC)[:3]
     except (
         ConnectionResetError
     ):  # the kernel says so once, and before the packets still in the queue
-        return connection.recvmsg(nbytes, room, socket.MSG_CMSG_CLOEXEC)[:3]
+        return connection.recvmsg(nbytes, room, _CLOSE_ON_EXEC)[:3]
 
 
 def _descriptors(ancillary: _Ancillary) -> list[int]:
-    descriptors = array.array("i")
+    descriptors: list[int] = []
     for level, kind, data in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-    return list(descriptors)
+        if level == _LEVEL and kind == _PASSED:
+            descriptors += memoryview(data[: len(data) - len(data) % _SIZE]).cast("i")
+    return descriptors

@@ -33,6 +33,7 @@ from broker.custody.actions import (
 from broker.devices.base import StillMappedWritable
 from broker.errors import BadRequest, BrokerError, InternalError
 from broker.logs import log_allowed, may_log
+from broker.metrics.measures import MEASURED
 
 if TYPE_CHECKING:
     from broker.server import Server
@@ -51,84 +52,102 @@ class Performing:
         self._broker = broker
         self._keeper = broker.keeper
         self._due: list[Action] = []
+        self._hands: dict[type[Action], Callable[[Any], None]] = {
+            Reply: self._reply,
+            Tell: self._tell,
+            Notify: self._notify,
+            Log: self._log,
+            KeepLease: self._keep_lease,
+            DropLease: self._drop_lease,
+            KeepSet: self._keep_set,
+            StartLoader: self._start_loader,
+            StartShipped: self._start_loader,
+            StopLoader: self._stop_loader,
+            CreateSlab: self._create_slab,
+            FreezeSlab: self._freeze_slab,
+            FreeSlab: self._free_slab,
+        }
 
     def perform(self, actions: list[Action]) -> None:
         """Carry out in order; what somebody learns of may wait for `tell_due`."""
         for action in actions:
-            if isinstance(action, TELLING) and (self._due or self._keeper.is_gathering):
+            if (self._due or self._keeper.is_gathering) and isinstance(action, TELLING):
                 self._due.append(action)
+            elif self._keeper.is_behind:
+                self._later(action)
             else:
-                self._when_recorded(action)
+                self._hands[type(action)](action)
 
     def tell_due(self) -> None:
         """Record what this turn has decided, in one packet, then tell whom it concerns."""
+        if not self._due and not self._keeper.is_gathering:
+            return
         self._keeper.flush()
         while self._due:  # who is told may have more to decide: a preload pins what it got
             due, self._due = self._due, []
             for action in due:
-                self._when_recorded(action)
+                if self._keeper.is_behind:
+                    self._later(action)
+                else:
+                    self._hands[type(action)](action)
             self._keeper.flush()
 
-    def _when_recorded(self, action: Action) -> None:
-        if self._keeper.is_behind:
-            self._keeper.later(partial(self._perform, action))
-        else:
-            self._perform(action)
+    def _later(self, action: Action) -> None:
+        """When everything said so far is recorded."""
+        self._keeper.later(partial(self._hands[type(action)], action))
 
-    def _perform(self, action: Action) -> None:
-        match action:
-            case Reply(ticket, body):
-                self._broker.tickets.reply(ticket, body)
-            case Log(event, detail, trouble):
-                self._log(event, detail, logging.WARNING if trouble else logging.INFO)
-            case KeepLease(kept_lease):
-                self._keeper.keep_lease(kept_lease)
-            case DropLease(session, lease):
-                self._keeper.drop_lease(session, lease)
-            case Tell(ticket, body):
-                self._broker.tickets.tell(ticket, body)
-            case Notify(session, event):
-                self._broker.dispatcher.notify(session, event)
-            case StartLoader() | StartShipped():
-                self._broker.loading.start(action)
-            case StopLoader(session):
-                self._broker.loading.stop(session)
-            case CreateSlab(set_id, device, nbytes):
-                self._broker.loop.call_later(
-                    self._broker.config.limits.seal_seconds,
-                    lambda: self._broker.perform(self._broker.books.writer_stalled(set_id)),
-                )
-                manifest = self._broker.dispatcher.take_manifest(set_id)
-                self._on_device(
-                    set_id,
-                    lambda: self._broker.store.create(set_id, device, nbytes, manifest),
-                    self._broker.books.slab_created,
-                )
-            case FreezeSlab(set_id, device):
-                self._freeze(set_id, device, time.monotonic() + FREEZE_SECONDS)
-            case FreeSlab(set_id):
-                self._keeper.drop_set(set_id)
-                self._broker.helpers.submit(
-                    ("set", set_id), lambda: self._broker.store.free(set_id)
-                )
-            case KeepSet(kept):
-                kept = msgspec.structs.replace(kept, sealed=self._broker.times.sealed(kept.id))
-                self._keeper.keep_set(kept, self._broker.store.for_reader(kept.id))
+    # --- who is told ----------------------------------------------------------------------
 
-    def _log(self, event: str, detail: dict[str, Any], level: int) -> None:
-        """For people, for `status` and for metrics."""
-        self._broker.times.note(event, detail)
-        self._broker.measures.note(event, detail)
-        if not may_log(event):
-            return
-        session = detail.get("session")
-        peer = self._broker.peers.get(session) if isinstance(session, int) else None
-        if peer is None:
-            log_allowed(event, level=level, **detail)
-            return
-        identity = peer.identity
-        whose = {"pid": identity.pid, "command": identity.command, "label": peer.label or None}
-        log_allowed(event, level=level, **{**detail, **whose})
+    def _reply(self, action: Reply) -> None:
+        self._broker.tickets.reply(action.ticket, action.body)
+
+    def _tell(self, action: Tell) -> None:
+        self._broker.tickets.tell(action.ticket, action.body)
+
+    def _notify(self, action: Notify) -> None:
+        self._broker.dispatcher.notify(action.session, action.event)
+
+    # --- what a successor will know -------------------------------------------------------
+
+    def _keep_lease(self, action: KeepLease) -> None:
+        self._keeper.keep_lease(action.record)
+
+    def _drop_lease(self, action: DropLease) -> None:
+        self._keeper.drop_lease(action.session, action.lease)
+
+    def _keep_set(self, action: KeepSet) -> None:
+        kept = action.record
+        kept = msgspec.structs.replace(kept, sealed=self._broker.times.sealed(kept.id))
+        self._keeper.keep_set(kept, self._broker.store.for_reader(kept.id))
+
+    # --- loaders and memory ---------------------------------------------------------------
+
+    def _start_loader(self, action: StartLoader | StartShipped) -> None:
+        self._broker.loading.start(action)
+
+    def _stop_loader(self, action: StopLoader) -> None:
+        self._broker.loading.stop(action.session)
+
+    def _create_slab(self, action: CreateSlab) -> None:
+        set_id, device, nbytes = action.set, action.device, action.nbytes
+        self._broker.loop.call_later(
+            self._broker.config.limits.seal_seconds,
+            lambda: self._broker.perform(self._broker.books.writer_stalled(set_id)),
+        )
+        manifest = self._broker.dispatcher.take_manifest(set_id)
+        self._on_device(
+            set_id,
+            lambda: self._broker.store.create(set_id, device, nbytes, manifest),
+            self._broker.books.slab_created,
+        )
+
+    def _freeze_slab(self, action: FreezeSlab) -> None:
+        self._freeze(action.set, action.device, time.monotonic() + FREEZE_SECONDS)
+
+    def _free_slab(self, action: FreeSlab) -> None:
+        set_id = action.set
+        self._keeper.drop_set(set_id)
+        self._broker.helpers.submit(("set", set_id), lambda: self._broker.store.free(set_id))
 
     def _freeze(self, set_id: int, device: str, until: float) -> None:
         """Again until the writer, which has said that it is done, has let go of its mapping. No
@@ -167,6 +186,26 @@ class Performing:
                 self._broker.perform(then(set_id))
 
         self._broker.helpers.submit(("set", set_id), call, done)
+
+    # --- the log --------------------------------------------------------------------------
+
+    def _log(self, action: Log) -> None:
+        """For people, for `status` and for metrics."""
+        event, detail = action.event, action.detail
+        self._broker.times.note(event, detail)
+        if event in MEASURED:
+            self._broker.measures.note(event, detail)
+        if not may_log(event):
+            return
+        level = logging.WARNING if action.trouble else logging.INFO
+        session = detail.get("session")
+        peer = self._broker.peers.get(session) if isinstance(session, int) else None
+        if peer is None:
+            log_allowed(event, level=level, **detail)
+            return
+        identity = peer.identity
+        whose = {"pid": identity.pid, "command": identity.command, "label": peer.label or None}
+        log_allowed(event, level=level, **{**detail, **whose})
 
 
 def _as_broker_error(error: BaseException) -> BrokerError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -27,7 +26,9 @@ REMEMBERED_BYTES = 256 * 1024
 """The same in bytes; an answer has a few hundred, the odd error some thousand."""
 
 _WAIT = "requests wait for weights"
+_SESSION_WAIT = f"of this session {_WAIT}"
 _PAYLOAD = "bytes of payload are under way"
+_SESSION_PAYLOAD = f"of this session {_PAYLOAD}"
 _OK = wire.OK.encode()
 
 RequestKey: TypeAlias = tuple[int, bytes, int]
@@ -76,7 +77,6 @@ class Tickets:
         self._use: dict[int, _Use] = {}
         self._total = _Use()
         self._numbers = itertools.count(1)
-        self._asked: Counter[int] = Counter()
         self._measures = measures
 
     def __len__(self) -> int:
@@ -102,13 +102,21 @@ class Tickets:
         if key is not None:
             self._by_key[key] = ticket
         if session is not None:
-            self.count(session)
-            own = self._use.get(session)
-            if own is None:
-                own = self._use[session] = _Use()
-            own.add(ticket, 1)
-            self._total.add(ticket, 1)
+            own = self._use_of(session)
+            own.asked += 1
+            own.requests += 1
+            own.nbytes += nbytes
+            self._total.nbytes += nbytes
+            if operation in WAITING:
+                own.waiting += 1
+                self._total.waiting += 1
         return ticket
+
+    def _use_of(self, session: int) -> _Use:
+        use = self._use.get(session)
+        if use is None:
+            use = self._use[session] = _Use()
+        return use
 
     def check_limits(self, ticket: Ticket) -> None:
         """Raise `Busy` if its session, or all of them, have too much under way, this included."""
@@ -117,9 +125,9 @@ class Tickets:
         own, total, limits = self._use[ticket.session], self._total, self._limits
         for used, allowed, limit, what in (
             (own.requests, limits.requests, "requests", "requests of this session are under way"),
-            (own.nbytes, limits.request_bytes, "request_bytes", f"of this session {_PAYLOAD}"),
+            (own.nbytes, limits.request_bytes, "request_bytes", _SESSION_PAYLOAD),
             (total.nbytes, limits.all_request_bytes, "all_request_bytes", _PAYLOAD),
-            (own.waiting, limits.waiting, "waiting", f"of this session {_WAIT}"),
+            (own.waiting, limits.waiting, "waiting", _SESSION_WAIT),
             (total.waiting, limits.all_waiting, "all_waiting", _WAIT),
         ):
             if used > allowed:
@@ -151,11 +159,12 @@ class Tickets:
 
     def count(self, session: int) -> None:
         """The session has made a request."""
-        self._asked[session] += 1
+        self._use_of(session).asked += 1
 
     def asked(self, session: int) -> int:
         """How many requests the session has made."""
-        return self._asked[session]
+        use = self._use.get(session)
+        return 0 if use is None else use.asked
 
     def waits(self) -> dict[int, float]:
         """Seconds that the oldest request of each session has waited for weights, of those with
@@ -215,7 +224,7 @@ class Tickets:
         for ticket in [ticket for ticket in self._open.values() if ticket.session == session]:
             self._close(ticket.number)
         self._answers.pop(session, None)
-        self._asked.pop(session, None)
+        self._use.pop(session, None)
 
     def reply_all(self, error: BrokerError) -> None:
         for number in list(self._open):
@@ -231,10 +240,12 @@ class Tickets:
             close_received(ticket.source)
         if ticket.session is not None:
             own = self._use[ticket.session]
-            own.add(ticket, -1)
-            self._total.add(ticket, -1)
-            if not own.requests:
-                del self._use[ticket.session]
+            own.requests -= 1
+            own.nbytes -= ticket.nbytes
+            self._total.nbytes -= ticket.nbytes
+            if ticket.operation in WAITING:
+                own.waiting -= 1
+                self._total.waiting -= 1
         return ticket
 
 
@@ -252,17 +263,12 @@ class _Answers(msgspec.Struct):
 
 
 class _Use(msgspec.Struct):
-    """What is under way, of one session or of all."""
+    """What is under way, of one session or of all; and how much one has asked since it came."""
 
     requests: int = 0
     nbytes: int = 0
     waiting: int = 0
-
-    def add(self, ticket: Ticket, sign: int) -> None:
-        self.requests += sign
-        self.nbytes += sign * ticket.nbytes
-        if ticket.operation in WAITING:
-            self.waiting += sign
+    asked: int = 0
 
 
 def request_key(session: int | None, request: wire.Frames) -> RequestKey | None:

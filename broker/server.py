@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 
 RECEIVE_BATCH = 64
 """Requests handled in one turn before sessions and timers get their turn."""
+FEW_REQUESTS = 2
+"""Of a turn, after each of which it is asked whether there are more; where there are so many, the
+rest is received until there is none."""
 BEATS = 4
 """In the time after which a watchdog ends the broker. The keeper waits for two."""
 KEEPER_END_MS = 200
@@ -305,14 +308,18 @@ class Server:
         """Requests that have come, then the answers of this turn; true if there are more."""
         self._handle_requests()
         self.tell_due()
+        if self.conversation.has_unsent:
+            self._retry_later()
         return self.conversation.has_request
 
     def _handle_requests(self) -> None:
-        for _ in range(RECEIVE_BATCH):
+        for number in range(RECEIVE_BATCH):
             received = self.conversation.receive()
             if received is None:
                 return
             self.dispatcher.handle(*received)
+            if number < FEW_REQUESTS and not self.conversation.has_request:
+                return
 
     def perform(self, actions: list[Action]) -> None:
         """Carry out what the books decided (performing.py). Nothing any more once the end has
@@ -326,18 +333,17 @@ class Server:
     def tell_due(self) -> None:
         """Answer everything that is decided; each turn ends with it."""
         self._performing.tell_due()
-        self._retry_later()
 
     def _retry_later(self) -> None:
         """Kept replies are tried again until they are gone."""
-        if self.conversation.has_unsent and not self._retrying:
+        if not self._retrying:
             self._retrying = True
             self.loop.call_later(RETRY_SECONDS, self._retry)
 
     def _retry(self) -> None:
         self._retrying = False
-        self.conversation.retry()
-        self._retry_later()
+        if self.conversation.retry():
+            self._retry_later()
 
     # --- sessions -------------------------------------------------------------------------
 
@@ -403,6 +409,7 @@ class Server:
             self._session_failed,
         )
         peer.token, peer.label, peer.since = kept.token, kept.label, kept.since
+        peer.is_own = self.access.is_own(identity.uid)
         self.peers[session] = peer
         self.books.introduce(session, peer.who)
         peer.send(wire.Welcome(session, peer.token, self.epoch))
@@ -417,8 +424,10 @@ class Server:
 
     def _attach(self, peer: SessionPeer, request: wire.Attach) -> None:
         lease, store = request.lease, self.store
-        canary = self._canaries.get(lease.removeprefix(wire.CANARY))
-        if canary is not None and lease.startswith(wire.CANARY):
+        canary = None
+        if lease.startswith(wire.CANARY):
+            canary = self._canaries.get(lease.removeprefix(wire.CANARY))
+        if canary is not None:
             message = wire.Attached(lease, canary.nbytes, self.epoch, canary.seed)
             peer.send(message, [canary.descriptor])
             return

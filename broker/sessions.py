@@ -31,6 +31,7 @@ from broker.packets import (
     receive_packet,
 )
 
+READ_OR_HUNG_UP = READ | HUNG_UP
 SO_PEERPIDFD = 77  # asm-generic/socket.h, Linux 6.5
 PROCESS_ENDED = "its process has ended"
 WITHOUT_A_WORD = "it ended without closing its session"
@@ -118,6 +119,7 @@ class SessionPeer:
     Attributes:
         label: what the engine calls itself.
         since: when it connected, in seconds since 1970; 0: not known.
+        is_own: it may do what needs the rights of the broker's user.
         has_left: it has said that it is about to close its session.
     """
 
@@ -139,6 +141,7 @@ class SessionPeer:
         self.token = os.urandom(16)
         self.label = ""
         self.since = 0.0
+        self.is_own = False
         self.has_left = False
         self._loop = loop
         self._limits = limits
@@ -263,20 +266,17 @@ class SessionPeer:
     def _on_event(self, events: int, packets: int = 1) -> None:
         """One packet a turn: whether there is another, epoll says for less."""
         try:
-            self._handle_events(events, packets)
+            if events & WRITE:
+                self._flush()
+            if events & HUNG_UP and self._unsent:
+                self._end(WITHOUT_A_WORD)
+            if events & READ_OR_HUNG_UP:
+                for _ in range(packets):
+                    if not self._receive():
+                        break
         except Exception as error:  # noqa: BLE001 - logged whole; the others are served
             self._on_mistake(error, self.session)
             self._end("the broker failed to handle its packets")
-
-    def _handle_events(self, events: int, packets: int) -> None:
-        if events & WRITE:
-            self._flush()
-        if events & HUNG_UP and self._unsent:
-            self._end(WITHOUT_A_WORD)
-        if events & (READ | HUNG_UP):
-            for _ in range(packets):
-                if not self._receive():
-                    break
 
     def _flush(self) -> None:
         while self._unsent:
@@ -324,9 +324,12 @@ class SessionPeer:
         self._is_held_back = bool(descriptors) and not self._may_pass_on()
         if self._is_held_back:
             return False
-        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors).tobytes())
+        rights = []
+        if descriptors:
+            numbers = array.array("i", descriptors).tobytes()
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, numbers)]
         try:
-            self._connection.sendmsg([packet], [rights] if descriptors else [])
+            self._connection.sendmsg([packet], rights)
         except BlockingIOError:
             return False
         except OSError as error:

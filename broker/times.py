@@ -79,7 +79,14 @@ class Times(msgspec.Struct):
 
     def note(self, event: str, detail: Mapping[str, Any]) -> None:
         """What the books log."""
-        if event in ("load-started", "claim-granted"):
+        if event == "lease-granted":
+            now = self.wall()
+            self._entry(detail["set"]).used = now
+            self.leases[detail["session"], detail["lease"]] = now
+        elif event == "lease-ended":
+            self._entry(detail["set"]).used = self.wall()
+            self.leases.pop((detail["session"], detail["lease"]), None)
+        elif event in ("load-started", "claim-granted"):
             self._begin(detail["set"])
         elif event == "claim-inherited":
             self._begin(detail["by"])
@@ -88,12 +95,6 @@ class Times(msgspec.Struct):
             self._entry(detail["set"]).pace = None
         elif event in ("set-superseded", "set-evicted"):
             self._entry(detail["set"]).unwanted = self.wall()
-        elif event == "lease-granted":
-            self._entry(detail["set"]).used = self.wall()
-            self.leases[detail["session"], detail["lease"]] = self.wall()
-        elif event == "lease-ended":
-            self._entry(detail["set"]).used = self.wall()
-            self.leases.pop((detail["session"], detail["lease"]), None)
 
     def progressed(self, set_id: int, stage: str, done: int) -> None:
         """A set's writer has reported."""

@@ -13,7 +13,7 @@ below, with the descriptors it announces beside it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -80,7 +80,7 @@ def split_request(frames: list[bytes]) -> Frames:
         raise BadRequest(f"an envelope frame may have {MAX_ENVELOPE_FRAME_BYTES} bytes at most")
     if len(payload) > MAX_FRAME_BYTES:
         raise BadRequest(f"a payload may have {MAX_FRAME_BYTES} bytes at most")
-    return Frames(tuple(envelope), _word(word), payload)
+    return Frames(tuple(envelope), _WORDS.get(word) or _word(word), payload)
 
 
 def envelope_of(frames: list[bytes]) -> tuple[bytes, ...]:
@@ -91,8 +91,12 @@ def envelope_of(frames: list[bytes]) -> tuple[bytes, ...]:
 
 def is_envelope(frames: Sequence[bytes]) -> bool:
     """Whether a request may begin with these frames."""
-    longest = max(map(len, frames), default=0)
-    return len(frames) <= MAX_ENVELOPE_FRAMES and longest <= MAX_ENVELOPE_FRAME_BYTES
+    if len(frames) > MAX_ENVELOPE_FRAMES:
+        return False
+    for frame in frames:  # noqa: SIM110 - asked for every request, and a generator costs more
+        if len(frame) > MAX_ENVELOPE_FRAME_BYTES:
+            return False
+    return True
 
 
 def _word(frame: bytes) -> str:
@@ -399,6 +403,8 @@ REQUESTS: dict[str, type[Message]] = {
     "unwatch": Unwatch,
 }
 
+_WORDS = {operation.encode(): operation for operation in REQUESTS}
+
 SESSIONLESS = frozenset({"ping", "status"})
 """Operations a peer may use without `hello`; their payload is empty."""
 
@@ -692,23 +698,50 @@ _NAMES_IN = {
 def _check_names(operation: str, message: Message) -> None:
     for field in _NAMES_IN[operation]:
         name = getattr(message, field)
-        if name or field not in _MAY_BE_EMPTY:
-            _check_name(operation, field, name)
-    if isinstance(message, Acquire):
-        _check_described(operation, message.demand)
-        _check_source(operation, message.source)
-    elif isinstance(message, Claim):
-        _check_described(operation, message.key)
-    elif isinstance(message, Load):
-        _check_described(operation, message.key)
-        _check_name(operation, "description", message.description)
-        if not 0 < message.seconds <= MAX_LOAD_SECONDS:
-            raise BadRequest(f"{operation}: seconds must be above 0, at most {MAX_LOAD_SECONDS}")
-    elif isinstance(message, Watch | Unwatch) and message.name:
+        if (name is None or is_name(name)) or (not name and field in _MAY_BE_EMPTY):
+            continue
+        raise _bad_name(operation, field)
+    check = _CHECKS.get(operation)
+    if check is not None:
+        check(operation, message)
+
+
+def _check_acquire(operation: str, message: Acquire) -> None:
+    _check_described(operation, message.demand)
+    _check_source(operation, message.source)
+
+
+def _check_claim(operation: str, message: Claim) -> None:
+    _check_described(operation, message.key)
+
+
+def _check_load(operation: str, message: Load) -> None:
+    _check_described(operation, message.key)
+    _check_name(operation, "description", message.description)
+    if not 0 < message.seconds <= MAX_LOAD_SECONDS:
+        raise BadRequest(f"{operation}: seconds must be above 0, at most {MAX_LOAD_SECONDS}")
+
+
+def _check_watched(operation: str, message: Watch | Unwatch) -> None:
+    if message.name:
         _check_name(operation, "name", message.name)
-    described = getattr(message, "source", None) or message
-    if len(getattr(described, "files", ())) > MAX_FILES:
+
+
+def _check_files(operation: str, message: Source | Resolve | Seal) -> None:
+    if len(message.files) > MAX_FILES:
         raise BadRequest(f"{operation}: a checkpoint may have {MAX_FILES} files at most")
+
+
+_CHECKS: dict[str, Callable[[str, Any], None]] = {
+    "acquire": _check_acquire,
+    "claim": _check_claim,
+    "load": _check_load,
+    "watch": _check_watched,
+    "unwatch": _check_watched,
+    "resolve": _check_files,
+    "seal": _check_files,
+}
+"""What the names alone do not say."""
 
 
 def _check_source(operation: str, source: Source | None) -> None:
@@ -716,6 +749,7 @@ def _check_source(operation: str, source: Source | None) -> None:
         return
     if not source.files:
         raise BadRequest(f"{operation}: the source names no file")
+    _check_files(operation, source)
     if len(source.path.encode()) > MAX_PATH_BYTES:
         raise BadRequest(f"{operation}: a path may have {MAX_PATH_BYTES} bytes at most")
     _check_name(operation, "fingerprint", source.fingerprint)
@@ -754,9 +788,11 @@ def _check_described(operation: str, described: Demand | WeightKey) -> None:
         text = getattr(described, field)
         if text is None:
             continue
+        if is_name(text):
+            continue
         may_be_empty = field in ("dtype", "quantization") or isinstance(described, WeightKey)
         if text or not may_be_empty:
-            _check_name(operation, field, text)
+            raise _bad_name(operation, field)
     layout = described.layout
     if layout and (len(layout) > MAX_LAYOUT or not all(map(is_name, layout))):
         raise BadRequest(f"{operation}: a layout may have {MAX_LAYOUT} named sizes at most")
@@ -764,20 +800,26 @@ def _check_described(operation: str, described: Demand | WeightKey) -> None:
 
 def _check_name(operation: str, field: str, name: str | None) -> None:
     if name is not None and not is_name(name):
-        raise BadRequest(
-            f"{operation}: {field} must be a printable name of 1 to {MAX_NAME_BYTES} bytes"
-        )
+        raise _bad_name(operation, field)
+
+
+def _bad_name(operation: str, field: str) -> BadRequest:
+    return BadRequest(
+        f"{operation}: {field} must be a printable name of 1 to {MAX_NAME_BYTES} bytes"
+    )
 
 
 def is_name(text: str) -> bool:
-    return text.isprintable() and 0 < len(text.encode()) <= MAX_NAME_BYTES
+    nbytes = len(text) if text.isascii() else len(text.encode())
+    return 0 < nbytes <= MAX_NAME_BYTES and text.isprintable()
 
 
 def decode_to_broker(packet: bytes) -> ToBroker:
     """Raises `BadRequest` for anything but a packet an engine may send."""
     message: ToBroker = _decode_packet(_to_broker, packet)
     if isinstance(message, Attach):
-        _check_name("attach", "lease", message.lease)
+        if not is_name(message.lease):
+            raise _bad_name("attach", "lease")
     elif isinstance(message, Deliver) and len(message.request) > MAX_ENVELOPE_FRAME_BYTES:
         raise BadRequest(f"deliver: a request id has {MAX_ENVELOPE_FRAME_BYTES} bytes at most")
     return message

@@ -73,7 +73,8 @@ class Asking(Ledger):
         return not is_other
 
     def _check_demand(self, demand: wire.Demand) -> None:
-        self._check_device(demand.device)
+        if demand.device not in self.budgets:
+            raise self._not_served(demand.device)
         if demand.generation is not None and not demand.name:
             raise BadRequest(
                 f"generation {demand.generation!r} of what? A generation needs the name it is of"
@@ -250,10 +251,9 @@ class Asking(Ledger):
         refusal = mismatch(demand, record)
         if refusal is not None:
             raise refusal
-        if generation_of(record, demand.name) is None:
+        if demand.name and generation_of(record, demand.name) is None:
             self._check_label(record.key, demand)
-            if demand.name:
-                self._check_may_name(line_of(record.key, demand.name), record)
+            self._check_may_name(line_of(record.key, demand.name), record)
         self._take_lease(record, waiter, how)
         self._name(record, waiter)
         self._reply(waiter.ticket, self._granted(record, waiter, how))

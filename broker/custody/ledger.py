@@ -165,12 +165,11 @@ class Ledger:
         if lease in record.leases or lease in record.claims or lease in record.waiting:
             raise BadRequest(f"the lease id {lease!r} is in use in this session")
 
-    def _check_device(self, device: str) -> None:
-        if device not in self.budgets:
-            raise BadRequest(
-                f"this broker does not serve device {device!r}; it serves "
-                + ", ".join(sorted(self.budgets))
-            )
+    def _not_served(self, device: str) -> BadRequest:
+        return BadRequest(
+            f"this broker does not serve device {device!r}; it serves "
+            + ", ".join(sorted(self.budgets))
+        )
 
     def _new_set(self, key: WeightKey, writer: int, claim: str) -> WeightSet:
         record = WeightSet(next(self._set_ids), key, writer=writer, claim=claim)

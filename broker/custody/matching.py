@@ -20,13 +20,17 @@ def differing(demand: Demand, record: WeightSet) -> dict[str, dict[str, Any]]:
     """
     result: dict[str, dict[str, Any]] = {}
     for field in _FIELDS:
-        wanted, resident = getattr(demand, field), getattr(record.key, field)
-        if wanted is None or wanted == resident or _is_unknown(field, resident, record):
+        wanted = getattr(demand, field)
+        if wanted is None:
+            continue
+        resident = getattr(record.key, field)
+        if wanted == resident or _is_unknown(field, resident, record):
             continue
         result[field] = {"wanted": wanted, "resident": resident}
-    label = generation_of(record, demand.name)
-    if demand.generation is not None and label is not None and demand.generation != label:
-        result["generation"] = {"wanted": demand.generation, "resident": label}
+    if demand.generation is not None:
+        label = generation_of(record, demand.name)
+        if label is not None and demand.generation != label:
+            result["generation"] = {"wanted": demand.generation, "resident": label}
     return result
 
 

@@ -18,6 +18,8 @@ from broker.metrics.causes import CAUSES, cause_of
 REQUEST_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 1.0, 5.0, 30.0, 120.0)
 """Upper ends of the buckets. An answer that waits for nothing takes less than a millisecond, one
 that waits for a load as long as the load."""
+MEASURED = frozenset({"load-started", "set-sealed", "set-failed", "same-content"})
+"""Of what the books log."""
 LOAD_SECONDS = (0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 
 
@@ -78,7 +80,7 @@ class Measures:
             self.request_errors[operation, status] += 1
 
     def note(self, event: str, detail: Mapping[str, Any]) -> None:
-        """What the books log."""
+        """What the books log; only events in `MEASURED` change anything."""
         if event == "load-started":
             self._loads[detail["set"]] = self._clock()
         elif event == "set-sealed":
