@@ -213,9 +213,11 @@ class Connections:
                 if gone is not None:
                     self._forget(gone)
             else:
-                self._counters["connections_failed"] += 1
-                cause = os.strerror(value)
-                log_event("connection-failed", level=logging.WARNING, cause=cause)
+                self._note_failed(os.strerror(value))
+
+    def _note_failed(self, cause: str) -> None:
+        self._counters["connections_failed"] += 1
+        log_event("connection-failed", level=logging.WARNING, cause=cause)
 
     def _accepted(self, number: int) -> None:
         try:
@@ -228,13 +230,20 @@ class Connections:
         stale = self._by_number.get(number)
         if stale is not None:
             self._forget(stale)
-        connection = Connection(number, copy, peer_credentials(copy))
+        try:
+            connection = Connection(number, copy, peer_credentials(copy))
+            # Data that was read already is no EPOLLIN any more, but its arrival is an event, and
+            # with EPOLLOUT in the mask it is reported.
+            self._arrivals.register(copy, select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
+        except OSError as error:  # no room for another one in the kernel
+            self._note_failed(str(error))
+            with contextlib.suppress(OSError):  # the peer has closed it meanwhile
+                copy.shutdown(socket.SHUT_RDWR)
+            copy.close()
+            return
         self._by_number[number] = self._by_copy[copy.fileno()] = connection
         self._addresses[connection.address] += 1
         self._accepts += 1
-        # Data that was read already is no EPOLLIN any more, but its arrival is an event, and with
-        # EPOLLOUT in the mask it is reported.
-        self._arrivals.register(copy.fileno(), select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
         refusal = self._refusal(connection)
         if refusal:
             self._refuse(connection, refusal)
