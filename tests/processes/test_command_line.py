@@ -191,6 +191,7 @@ def test_evict(shared_broker: RunningBroker, checkpoint: Path, capsys: Capture) 
         check_refused(result, NotFound.exit_code, "'to go'")
         with client.acquire(Checkpoint(checkpoint)) as weights:
             identity, number = weights.key.checkpoint, weights.set_id
+        eventually(lambda: not shared_broker.leases(), 5, "the end of the lease")
         code, out, _err = run(capsys, "evict", "--dir", directory, identity)
         assert (code, out) == (0, f"evicted: set {number}\n")
     assert number not in set_ids(shared_broker)
