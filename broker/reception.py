@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from broker import wire
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 ACCEPT_BATCH = 16
 """Connections accepted before others get their turn."""
 PAUSE_SECONDS = 0.2
+HOLDERS_NAMED = 5
+"""Of those who have a session, where there are too many."""
 SPARE_SHARE = 8
 SPARE_DESCRIPTORS = 128
 """Of the descriptors this process may have, an eighth, at least so many, is for everything but new
@@ -106,9 +109,11 @@ class Reception:
             )
         engines = sum(not record.is_loader for record in broker.books.sessions.values())
         if engines >= limits.sessions:
+            whose = ", ".join(peer.who for peer in islice(broker.peers.values(), HOLDERS_NAMED))
+            more = ", …" if len(broker.peers) > HOLDERS_NAMED else ""
             return Busy(
                 f"{counted(engines, 'process has', 'processes have')} a session with this broker "
-                f"already; end some of them first {limits.reached('sessions')}",
+                f"already ({whose}{more}); end some of them first {limits.reached('sessions')}",
                 limit="sessions",
                 value=engines,
             )

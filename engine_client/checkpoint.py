@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from broker.errors import UsageError
 from broker.wire import Conversion
+from engine_client.arguments import check_text, said_of
 from engine_client.dtypes import dtype_name
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Checkpoint:
         exceptions: tensors that get another dtype, by stored name. Only with `dtype`.
 
     Raises:
-        UsageError: the path or a dtype is of a type that cannot be one.
+        UsageError: the path, the name or a dtype is of a type that cannot be one.
     """
 
     path: str | os.PathLike[str]
@@ -42,6 +43,11 @@ class Checkpoint:
             os.fspath(self.path)
         except TypeError as error:
             raise UsageError(f"Checkpoint: the path cannot be one: {error}") from error
+        check_text(self.name, "Checkpoint: name")
+        if not isinstance(self.exceptions, Mapping):
+            raise UsageError(
+                f"Checkpoint: exceptions must give dtypes by name, not {said_of(self.exceptions)}"
+            )
         _ = self.conversion
 
     @property

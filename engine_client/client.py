@@ -19,10 +19,17 @@ from broker.checkpoints.files import open_checkpoint
 from broker.checkpoints.model_config import config_of
 from broker.closing import Closeable
 from broker.device_names import AUTO
-from broker.errors import BadRequest, BrokerError, RequestTimeout
+from broker.errors import BadRequest, BrokerError, RequestTimeout, UsageError
 from broker.quantization import check_ipc_quant_support, quantization_config_in
 from broker.rundir import default_name
 from broker.weights import WeightKey
+from engine_client.arguments import (
+    check_function,
+    check_layout,
+    check_text,
+    device_name,
+    path_of,
+)
 from engine_client.checkpoint import Checkpoint
 from engine_client.deadline import Deadline
 from engine_client.delivery import check_granted
@@ -39,6 +46,7 @@ from engine_client.watching import Watch, Watches
 from engine_client.weight_set import WeightSet
 
 if TYPE_CHECKING:
+    from engine_client.arguments import DeviceName
     from engine_client.dtypes import Dtype
     from engine_client.swapping import PrivateWeights
 
@@ -54,8 +62,9 @@ class EngineClient(Operator, Publisher, Closeable):
     client that is dropped closes with the last of its weights, tensors and watches.
 
     Args:
-        device: "cuda:N" as torch numbers them, or a UUID; "cuda" or None: the first GPU that this
-            process sees and the broker serves; "simulated" for the demonstration device.
+        device: "cuda:N" as torch numbers them, torch's own, or a UUID; "cuda" or None: the first
+            GPU that this process sees and the broker serves; "simulated" for the demonstration
+            device.
         broker: the broker's name (`weight-broker serve --name`); None: $WEIGHT_BROKER_NAME, else
             "default".
         directory: where its sockets are; None: $WEIGHT_BROKER_DIR or the documented defaults.
@@ -63,7 +72,8 @@ class EngineClient(Operator, Publisher, Closeable):
         timeout: seconds for connecting; not for loads.
 
     Raises:
-        UsageError: this process may not open enough files (RLIMIT_NOFILE).
+        UsageError: this process may not open enough files (RLIMIT_NOFILE), or an argument is of a
+            type that cannot be used.
         UnsupportedPlatformForIPCError: before any socket is opened; or, after that, the broker does
             not serve the device.
         BrokerNotFound: nobody listens; the sentence lists every path tried.
@@ -72,15 +82,17 @@ class EngineClient(Operator, Publisher, Closeable):
 
     def __init__(
         self,
-        device: str | None = None,
+        device: DeviceName | None = None,
         *,
         broker: str | None = None,
         directory: str | os.PathLike[str] | None = None,
         label: str | None = None,
         timeout: float | None = 10.0,
     ) -> None:
-        wanted = device or AUTO
-        where = None if directory is None else Path(directory)
+        wanted = AUTO if device is None else device_name(device)
+        check_text(broker, "broker")
+        check_text(label, "label")
+        where = None if directory is None else path_of(directory, "directory")
         name = default_name() if broker is None else broker
         platform = check_platform(wanted, name, where).platform
         self._session: Session = connect(
@@ -162,7 +174,8 @@ class EngineClient(Operator, Publisher, Closeable):
 
         Args:
             weights: a checkpoint, a set's whole key, or the name of a line (its newest generation).
-            dtype, layout, format, quantization: demanded of the set; None leaves it open.
+            dtype, layout, format, quantization: demanded of the set; None leaves it open, or to the
+                key, which must not say otherwise.
             generation: the label of the generation demanded.
             timeout: seconds for everything; None: as long as it takes and the broker lives.
             copy: give private, writable tensors and hold no lease afterwards: for an engine that
@@ -183,6 +196,15 @@ class EngineClient(Operator, Publisher, Closeable):
             BrokerLost, UsageError.
         """
         deadline = Deadline(timeout)
+        for what, text in (
+            ("format", format),
+            ("quantization", quantization),
+            ("generation", generation),
+        ):
+            check_text(text, what)
+        check_layout(layout)
+        if progress is not None:
+            check_function(progress, "progress", "takes how far the load is")
         demand = wire.Demand(
             device=self._device.properties.uuid,
             dtype=None if dtype is None else dtype_name(dtype),
@@ -331,6 +353,7 @@ class EngineClient(Operator, Publisher, Closeable):
         Raises:
             Busy: this client watches too many names. BrokerLost.
         """
+        check_text(name, "the name to watch")
         return self._watches.open(name)
 
     def on_broker_lost(self, callback: Callable[[], None]) -> None:
@@ -339,10 +362,11 @@ class EngineClient(Operator, Publisher, Closeable):
         Mapped weights stay valid; nothing new can be acquired through this client. Not called for
         a client that was closed or dropped.
         """
+        check_function(callback, "what on_broker_lost calls", "takes no arguments")
         self._session.on_lost(callback)
 
     def close(self) -> None:
-        """Give back what has no live tensors, end the session. Idempotent.
+        """Give back what has no live tensors, end the session and every watch. Idempotent.
 
         Safe in a signal's handler, whatever that has interrupted. Weights that a thread is about to
         make tensors of, or to put to sleep or wake, stay mapped until they are dropped. In a forked
@@ -354,6 +378,7 @@ class EngineClient(Operator, Publisher, Closeable):
             weights = reference()
             if weights is not None:
                 weights.release_unused()
+        self._watches.end()
         self._session.close()
 
 
@@ -372,6 +397,12 @@ def _demand_of(key: WeightKey, demand: wire.Demand) -> wire.Demand:
     """A whole key demands every field it gives; "" leaves name, checkpoint and dtype open."""
     if key.device and key.device != demand.device:
         raise BadRequest(f"the key is for device {key.device}, this client is on {demand.device}")
+    for field in ("dtype", "layout", "format", "quantization"):
+        said, wanted = getattr(key, field), getattr(demand, field)
+        if wanted is not None and wanted != said and (said or field != "dtype"):
+            raise UsageError(
+                f"acquire: the key says {field} {said!r} and the argument {wanted!r}; give it once"
+            )
     return wire.Demand(
         device=demand.device,
         name=key.name or None,

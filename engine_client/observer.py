@@ -16,6 +16,7 @@ from broker.closing import Closeable
 from broker.errors import BadRequest, BrokerLost, RequestTimeout, StaleEpoch
 from broker.quantization import check_ipc_quant_support, quantization_config_in
 from broker.rundir import default_name
+from engine_client.arguments import check_text
 from engine_client.deadline import Deadline
 from engine_client.progress import shown
 from engine_client.session import Session, connect
@@ -45,6 +46,7 @@ class Operator:
         Raises:
             NotFound: no such set.
         """
+        check_text(weights, "evict: the set")
         message = wire.Evict(weights)
         return self._session.call("evict", message, wire.Evicted, deadline=Deadline(timeout))
 
@@ -56,6 +58,7 @@ class Operator:
         Raises:
             NotFound: no such set.
         """
+        check_text(weights, "pin: the set")
         message = wire.Pin(weights)
         return self._session.call("pin", message, wire.Pinned, deadline=Deadline(timeout))
 
@@ -65,6 +68,7 @@ class Operator:
         Raises:
             NotFound: no such set.
         """
+        check_text(weights, "unpin: the set")
         message = wire.Unpin(weights)
         return self._session.call("unpin", message, wire.Pinned, deadline=Deadline(timeout))
 

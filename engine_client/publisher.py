@@ -25,6 +25,7 @@ from broker.errors import (
 from broker.loader.code import ShippedCode
 from broker.memfd import sealed_memfd
 from broker.weights import WeightKey
+from engine_client.arguments import check_function, check_text, said_of
 from engine_client.claim import HeldClaim
 from engine_client.deadline import Deadline
 from engine_client.lease import Lease, attach
@@ -101,6 +102,7 @@ class Publisher:
             StaleEpoch: the broker's server was replaced meanwhile; publish again.
             BrokerLost.
         """
+        check_text(generation, "generation")
         own, deadline = self._own_key(key), Deadline(timeout)
         publication = _plan(weights, metadata)  # a mistake in it concerns nobody else
         what = "the right to publish"
@@ -137,10 +139,13 @@ class Publisher:
                 None: a line on the terminal, if standard error is one.
 
         Raises:
+            UsageError: `build` is no function.
             RequestTimeout: names the stage; nothing is left at the broker.
             LoadFailed: the last engine that was willing to build failed; its cause.
             What `build` raises, in the engine that ran it, and the errors of `publish`.
         """
+        check_text(generation, "generation")
+        _require_builder(build, "build")
         own, deadline = self._own_key(key), Deadline(timeout)
         with shown(progress, own.name or own.checkpoint) as show:
             return self._get_or_publish(own, build, generation, metadata, deadline, show)
@@ -203,9 +208,10 @@ class Publisher:
             BadRequest: the broker runs no such loaders (`serve --allow-loaders`).
             LoadFailed: it raised (`traceback`), exited, crashed, was killed, or took too long; the
                 sentence and `reason` say which, `last_words` is the end of what it printed.
-            UsageError: cloudpickle cannot pack it.
+            UsageError: it is no function, or cloudpickle cannot pack it.
             RequestTimeout, OverBudget, BrokerLost.
         """
+        _require_builder(loader, "loader")
         own, deadline = self._own_key(key), Deadline(timeout)
         description = _describe(loader)
         code = wire.encode(_packed(loader, description))
@@ -250,7 +256,7 @@ class Publisher:
         if isinstance(key, str):
             return WeightKey(device=uuid, name=key, format="published")
         if not isinstance(key, WeightKey):
-            raise UsageError(f"the key must be a name or a WeightKey, not {type(key).__name__}")
+            raise UsageError(f"the key must be a name or a WeightKey, not {said_of(key)}")
         if key.device not in ("", uuid):
             raise BadRequest(f"the key is for device {key.device}, this client is on {uuid}")
         return msgspec.structs.replace(key, device=uuid)
@@ -342,6 +348,15 @@ class Publisher:
         except BrokerError:
             # Evicted meanwhile, or sealed and a lease by now.
             self._withdraw(claim.claim)
+
+
+def _require_builder(given: Callable[[], Publishable], what: str) -> None:
+    """A module can be called too, and is what it would make."""
+    does = "takes no arguments and returns a module or named tensors"
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(given, torch.nn.Module):
+        raise UsageError(f"{what} must be a function that {does}, not the module itself")
+    check_function(given, what, does)
 
 
 def _plan(weights: Publishable, metadata: Mapping[str, Any] | None) -> Publication:

@@ -93,6 +93,11 @@ class Watches:
             except BrokerError:
                 return  # the broker is gone, and its watches with it
 
+    def end(self) -> None:
+        """The client is closing: who waits for an event is told that there is none. Never waits."""
+        for watch in self._open:
+            watch.end()
+
     def check_process(self) -> None:
         """Raise `UsageError` in a forked child, where no event ever comes."""
         if self._session.is_inherited:
@@ -125,7 +130,7 @@ class Watch(Closeable):
 
     Events are hints: an engine that does not read for long misses some (the oldest beyond
     `MAX_UNREAD`), so what counts is what `acquire` then says. Ends after `BrokerStopping`, and when
-    it is closed. Usable from one thread at a time; `close` from any.
+    it or its client is closed. Usable from one thread at a time; `close` from any.
     """
 
     def __init__(self, name: str, watches: Watches) -> None:
@@ -139,7 +144,8 @@ class Watch(Closeable):
 
         Raises:
             RequestTimeout: none came within `timeout` seconds.
-            UsageError: the watch is closed, or has ended with the broker; or in a forked child.
+            UsageError: the watch or its client is closed, or it has ended with the broker; or in a
+                forked child.
         """
         event = self._next(timeout)
         if event is None:
@@ -172,6 +178,10 @@ class Watch(Closeable):
     def close(self) -> None:
         """Stop watching; whoever waits in `next` is told. Idempotent."""
         self._watches.close(self)
+        self.end()
+
+    def end(self) -> None:
+        """For the client: no more events will come. Never blocks."""
         self._events.put(None)
 
     def __iter__(self) -> Iterator[WatchEvent]:

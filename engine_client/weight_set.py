@@ -10,10 +10,11 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from broker.errors import UsageError
 from broker.weights import ITEM_BYTES, Manifest, WeightKey, storage_extent
+from engine_client.arguments import check_text, said_of
 from engine_client.deadline import Deadline
 from engine_client.lease import Lease, LeasedMapping
 
@@ -157,10 +158,17 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
 
         Raises:
             BindError: with every missing, unexpected and mismatched name; the module is unchanged.
-            UsageError: released, or the module is bound already.
+            UsageError: released, the module is bound already, or an argument is of a type that
+                cannot be used.
         """
         from engine_client.binding import bind_module
 
+        check_text(prefix, "bind: prefix")
+        if names is not None and not isinstance(names, Mapping):
+            raise UsageError(
+                "bind: names must give the stored name of each place by the module's, not "
+                f"{said_of(names)}"
+            )
         return bind_module(
             module, self._tensors(), ignore=ignore, prefix=prefix, names=names, guard=guard
         )
@@ -205,6 +213,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         from engine_client.swapping import check_same_structure, swap_module
 
         self._check_held()
+        check_text(generation, "swap: generation")
         binding = self._binding_of(module)
         if not self.key.name:
             raise UsageError("swap: these weights have no name, so there is no newer generation")
@@ -393,6 +402,12 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
             self.release()
         else:
             self.let_go()  # the block's own error is the one to report
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "weights that are mapped here cannot be copied or pickled as a whole: copy() gives "
+            "private tensors, and another process acquires them by itself"
+        )
 
     def __repr__(self) -> str:
         name = self.key.name or self.key.checkpoint[:19]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +15,9 @@ import torch
 
 import engine_client
 from broker import errors
-from broker.errors import BadRequest, BrokerError, LoadFailed, NotFound, UsageError
-from engine_client import Checkpoint, EngineClient
+from broker.errors import BrokerError, LoadFailed, NotFound, UsageError
+from engine_client import Checkpoint, EngineClient, WeightKey
+from engine_client.arguments import device_name
 from engine_client.deadline import Deadline
 from engine_client.dtypes import dtype_name
 from engine_client.pinging import ping_broker
@@ -80,6 +83,10 @@ def test_no_path() -> None:
     """What cannot be a path is said so when the checkpoint is named."""
     with pytest.raises(UsageError, match="Checkpoint: the path cannot be one: expected str"):
         Checkpoint(wrong(None))
+    with pytest.raises(UsageError, match="Checkpoint: name must be text, not the int 3"):
+        Checkpoint("m", name=wrong(3))
+    with pytest.raises(UsageError, match="Checkpoint: exceptions must give dtypes by name, not li"):
+        Checkpoint("m", dtype="float16", exceptions=wrong(["x"]))
 
 
 def test_every_error_can_be_imported() -> None:
@@ -99,16 +106,98 @@ MISTAKES: dict[str, tuple[Callable[[EngineClient], object], type[BrokerError], s
     "publish: no name": (lambda c: c.publish("", {"a": torch.ones(1)}), UsageError, "is empty"),
     "publish: label": (
         lambda c: c.publish("x", {"a": torch.ones(1)}, generation=wrong(3)),
-        BadRequest,
-        "Expected `str | null`, got `int`",
+        UsageError,
+        "generation must be text, not the int 3",
+    ),
+    "get_or_publish: what it would build": (
+        lambda c: c.get_or_publish("x", wrong({"a": torch.ones(1)})),
+        UsageError,
+        "build must be a function that takes no arguments and returns .*, not dict",
+    ),
+    "get_or_publish: a module": (
+        lambda c: c.get_or_publish("x", torch.nn.Linear(1, 1)),
+        UsageError,
+        "build must be a function .*, not the module itself",
+    ),
+    "get_or_load: no loader": (
+        lambda c: c.get_or_load("x", wrong(5)),
+        UsageError,
+        "loader must be a function .*, not the int 5",
     ),
     "acquire: layout": (
         lambda c: c.acquire("x", layout={"tp": wrong(object())}),
-        BadRequest,
-        "Encoding objects of type object is unsupported",
+        UsageError,
+        "layout must give whole numbers by name",
+    ),
+    "acquire: layout of no names": (
+        lambda c: c.acquire("x", layout=wrong([1])),
+        UsageError,
+        r"layout must give whole numbers by name, .*, not \[1\]",
     ),
     "acquire: dtype": (lambda c: c.acquire("x", dtype=wrong(3)), UsageError, "dtype must be"),
+    "acquire: generation": (
+        lambda c: c.acquire("x", generation=wrong(1)),
+        UsageError,
+        "generation must be text, not the int 1",
+    ),
+    "acquire: progress": (
+        lambda c: c.acquire("x", progress=wrong(3)),
+        UsageError,
+        "progress must be a function that takes how far the load is, not the int 3",
+    ),
+    "evict": (lambda c: c.evict(wrong(["a"])), UsageError, "evict: the set must be text, not list"),
+    "watch": (lambda c: c.watch(wrong(3)), UsageError, "the name to watch must be text"),
+    "on_broker_lost": (lambda c: c.on_broker_lost(wrong(3)), UsageError, "must be a function that"),
 }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"device": 0}, 'device must be a name or a torch.device, "cuda:0", not the int 0'),
+        ({"device": ["simulated"]}, "not list"),
+        ({"device": b"simulated"}, "not bytes"),
+        ({"device": "simulated", "broker": 3}, "broker must be text, not the int 3"),
+        ({"device": "simulated", "directory": 5}, "directory must be a path, not the int 5"),
+        ({"device": "simulated", "label": 5}, "label must be text, not the int 5"),
+    ],
+)
+def test_clients_of_nothing(arguments: dict[str, Any], sentence: str) -> None:
+    """Before anything is opened."""
+    with pytest.raises(UsageError, match=sentence):
+        EngineClient(**arguments)
+
+
+def test_devices_by_torch() -> None:
+    """A device of torch's own means what its name means."""
+    assert device_name(torch.device("cuda:3")) == device_name("cuda:3") == "cuda:3"
+
+
+@pytest.mark.parametrize(
+    "demand",
+    [{"layout": {"tp_rank": 1}}, {"format": "zzz"}, {"quantization": "awq"}, {"dtype": "float16"}],
+)
+def test_a_demand_that_the_key_contradicts(client: EngineClient, demand: dict[str, Any]) -> None:
+    """It is refused, not forgotten; what both say alike is said once."""
+    key = WeightKey(device="", name="both", format="published", dtype="float32")
+    with client.publish("both", {"a": torch.ones(1)}) as published:
+        (field,) = demand
+        with pytest.raises(UsageError, match=f"the key says {field} .* and the argument"):
+            client.acquire(key, **demand)
+        with client.acquire(key, dtype=torch.float32, layout={}, format="published") as weights:
+            assert weights.set_id == published.set_id
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_weights_as_a_whole(
+    client: EngineClient, tmp_path: Path, copied: Callable[[object], object]
+) -> None:
+    """They are neither copied nor sent, and the sentence says what to do instead."""
+    with (
+        client.acquire(Checkpoint(small_checkpoint(tmp_path))) as weights,
+        pytest.raises(UsageError, match="another process acquires them by itself"),
+    ):
+        copied(weights)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -127,12 +216,14 @@ def test_mistakes(client: EngineClient, live_broker: RunningBroker, mistake: str
 
 
 def test_bound_to_no_module(client: EngineClient, tmp_path: Path) -> None:
-    """Only a module can be bound."""
-    with (
-        client.acquire(Checkpoint(small_checkpoint(tmp_path))) as weights,
-        pytest.raises(UsageError, match="only a torch module can be bound, not int"),
-    ):
-        weights.bind(wrong(3))
+    """Only a module can be bound, with names by name."""
+    with client.acquire(Checkpoint(small_checkpoint(tmp_path))) as weights:
+        with pytest.raises(UsageError, match="only a torch module can be bound, not int"):
+            weights.bind(wrong(3))
+        with pytest.raises(UsageError, match="bind: names must give the stored name of each"):
+            weights.bind(torch.nn.Linear(1, 1), names=wrong(["weight"]))
+        with pytest.raises(UsageError, match="bind: prefix must be text, not the int 3"):
+            weights.bind(torch.nn.Linear(1, 1), prefix=wrong(3))
 
 
 def test_configuration_that_is_none(client: EngineClient, tmp_path: Path) -> None:

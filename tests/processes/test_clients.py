@@ -174,6 +174,20 @@ def entries(directory: str) -> int:
     return len(list(Path(directory).iterdir()))
 
 
+@pytest.mark.parametrize("waits", ["in a thread", "not yet"])
+def test_closed_client_ends_its_watches(shared_broker: RunningBroker, waits: str) -> None:
+    """Who waits for an event of a client that is closed, or asks for one then, is told."""
+    with ThreadPoolExecutor(1) as pool:
+        with shared_broker.client() as client:
+            watch = client.watch("some name")
+            if waits == "in a thread":
+                heard = pool.submit(list, watch)
+        if waits == "in a thread":
+            assert heard.result(WAIT_SECONDS * SCALE) == []
+    with pytest.raises(UsageError, match="the watch of 'some name' is over"):
+        watch.next(timeout=WAIT_SECONDS)
+
+
 def test_dropped_client_ends(shared_broker: RunningBroker) -> None:
     """A client that nobody closed and nobody has any more leaves no session, file or thread."""
     gc.collect()

@@ -17,6 +17,7 @@ from broker.checkpoints.model_config import config_of
 from broker.checkpoints.plan import CheckpointPlan, plan_checkpoint
 from broker.errors import BindError, UsageError
 from broker.quantization import check_ipc_quant_support, quantization_config_in
+from engine_client.arguments import said_of
 from engine_client.checkpoint import Checkpoint
 from engine_client.client import EngineClient
 from engine_client.integrations.transformers.classes import Chosen, choose_class
@@ -66,14 +67,16 @@ def from_pretrained(
 
     Raises:
         BadRequest: path or `config` is of a type that cannot be used.
-        UsageError: an option that cannot be used with shared weights, no class for this model, or a
-            folder of which the library would read other files.
+        UsageError: an option that cannot be used with shared weights, no class for this model, a
+            folder of which the library would read other files, or a client that is none.
         BindError: weights are missing, or of another shape; lists all. No model is left.
         UnsupportedQuantForIPCError: sharing them could give wrong numbers.
         NotFound, LoadFailed, OverBudget, RequestTimeout, BrokerLost: as `EngineClient.acquire`.
         What the library raises about configuration and options.
     """
     options = checked(kwargs)
+    if not isinstance(client, EngineClient):
+        raise UsageError(f"from_pretrained: client must be an EngineClient, not {said_of(client)}")
     refuse_adapter(Path(require_text(path)))
     with open_checkpoint(path) as opened:
         config_file = config_of(opened)
