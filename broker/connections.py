@@ -68,12 +68,13 @@ class Doubt(msgspec.Struct, frozen=True):
 
     Attributes:
         since: when it was seen.
-        resident, accepted: our memory, and all connections so far, when we had looked before.
+        resident, settled: our memory, and how many connections had their memory, when we had looked
+            before.
     """
 
     since: float
     resident: int
-    accepted: int
+    settled: int
 
 
 class Connection(msgspec.Struct, eq=False):
@@ -145,7 +146,10 @@ class Connections:
         self._arrivals = select.epoll()
         self._memory = Memory()
         self._usual = self._looked = self._memory.resident()
+        self._usual_settled = 0
         self._accepts = 0
+        self._silent = 0
+        """Of the connections, those that have made no request: they are not all there yet."""
         loop.add(self._monitor_number(), READ, lambda _events: self._listen())
         self._wait_for_arrivals()
         # Its descriptor is edge-triggered, and something may have come before we looked at it.
@@ -178,6 +182,7 @@ class Connections:
         connection = self._by_number.get(number)
         if connection is not None:
             self._by_routing.pop(connection.routing, None)
+            self._silent -= not connection.routing
             connection.routing = routing
             self._by_routing[routing] = connection
         return connection
@@ -244,6 +249,7 @@ class Connections:
         self._by_number[number] = self._by_copy[copy.fileno()] = connection
         self._addresses[connection.address] += 1
         self._accepts += 1
+        self._silent += 1
         refusal = self._refusal(connection)
         if refusal:
             self._refuse(connection, refusal)
@@ -315,6 +321,7 @@ class Connections:
         self._arrivals.unregister(number)
         connection.copy.close()
         del self._by_copy[number]
+        self._silent -= not connection.routing
         self._addresses[connection.address] -= 1
         if not self._addresses[connection.address]:
             del self._addresses[connection.address]
@@ -377,7 +384,7 @@ class Connections:
         if long_ago and not queued[0]:
             connection.told_at = None
         if connection.doubt is None:
-            connection.doubt = Doubt(now, self._looked, self._accepts)
+            connection.doubt = Doubt(now, self._looked, self._settled)
             self._in_doubt.add(connection)
 
     def _clear(self, connection: Connection) -> None:
@@ -387,11 +394,12 @@ class Connections:
     def _judge(self) -> None:
         """Cut off whose requests do not end while they cost too much memory together."""
         self._looked = self._memory.resident()
+        self._listen()  # connections in that memory may not have been heard of yet
         self._judge_doubts()
         if not self._unfinished:
-            self._usual = self._looked
+            self._usual, self._usual_settled = self._looked, self._settled
             return
-        grown = self._looked - self._usual
+        grown = self._looked - self._usual - self._own_cost(self._usual_settled)
         if grown <= self._limits.stream_bytes:
             return
         before = time.monotonic() - PATIENCE_SECONDS
@@ -410,13 +418,21 @@ class Connections:
             if connection.requests and others:
                 self._clear(connection)  # there is somebody more likely
                 continue
-            itself = (self._accepts - doubt.accepted) * CONNECTION_BYTES
-            grown = self._looked - doubt.resident - itself
+            grown = self._looked - doubt.resident - self._own_cost(doubt.settled)
             factor = DOUBT_FACTOR if connection.requests else 1
             if grown > factor * self._limits.stream_bytes:
                 self._cut_unfinished(connection, grown)
             elif now - doubt.since > DOUBT_SECONDS:
                 self._clear(connection)
+
+    @property
+    def _settled(self) -> int:
+        """How many connections there were whose memory is in what we look at."""
+        return self._accepts - self._silent
+
+    def _own_cost(self, settled: int) -> int:
+        """Bytes that connections may have cost themselves since so many were settled."""
+        return (self._accepts - settled) * CONNECTION_BYTES
 
     def _cut_unfinished(self, connection: Connection, grown: int) -> None:
         self.cut(

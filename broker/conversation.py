@@ -12,6 +12,7 @@ import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -72,8 +73,8 @@ class Conversation:
         listener: a listening Unix stream socket at `path`; handed over (ZMQ_USE_FD), so that libzmq
             neither creates nor unlinks files.
         access: who may connect.
-        on_lost: called with a routing id whose connection was cut off, and why. Nothing can be sent
-            to it any more.
+        on_lost: called from the loop, in a moment, with a routing id whose connection was cut off,
+            and why. Nothing can be sent to it any more.
 
     Attributes:
         counters: requests, replies, drops, largest messages in bytes.
@@ -89,6 +90,7 @@ class Conversation:
         on_lost: Callable[[bytes, str], None],
     ) -> None:
         self.counters: Counter[str] = Counter()
+        self._loop = loop
         self._limits = limits
         self._on_lost = on_lost
         self._context = zmq.Context()
@@ -235,7 +237,9 @@ class Conversation:
     def _on_cut(self, connection: Connection, cause: str) -> None:
         self.forget(connection.routing)
         if connection.routing:
-            self._on_lost(connection.routing, cause)
+            # Not now: a request of this very peer may just be handled, or a turn's answers be sent.
+            lost = partial(self._on_lost, connection.routing, cause)
+            self._loop.call_soon_threadsafe(lost)
 
     def forget(self, routing: bytes) -> None:
         """Drop what is kept for this peer."""

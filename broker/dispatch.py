@@ -62,13 +62,19 @@ class Dispatcher:
             request = wire.split_request(frames)
             message = wire.decode_request(request.operation, request.payload)
             session = self._session_for(request.operation, routing)
+            if not isinstance(message, wire.Status):
+                self._status_turn = 0.0
+            key = request_key(session, request)
+            if key is not None and self._is_repeated(key, routing, request.envelope):
+                return
         except BrokerError as error:
             self._refuse(routing, frames, error)
             return
-        if not isinstance(message, wire.Status):
-            self._status_turn = 0.0
-        key = request_key(session, request)
-        if key is not None and self._is_repeated(key, routing, request.envelope):
+        except Exception as error:  # noqa: BLE001 - logged whole, and answered
+            self._broker.note_internal_error(error)
+            self._refuse(
+                routing, frames, InternalError(f"a request failed in the broker: {error!r}")
+            )
             return
         ticket = self._broker.tickets.open(
             request.operation,

@@ -103,13 +103,19 @@ class KeeperLink:
         """Send what waits, and do what has to come after it, as far as the keeper reads."""
         while self._behind and self._advance(self._behind[0]):
             first = self._behind.popleft()
+            self.is_behind = bool(self._behind)
             if not isinstance(first, _Packet):
-                # What it records comes before everything that waits already.
-                rest, self._behind = self._behind, deque()
-                self.is_behind = False
-                first()
-                self.flush()
-                self._behind.extend(rest)
+                self._do_late(first)
+
+    def _do_late(self, call: Callable[[], None]) -> None:
+        """What it records comes before everything that waits already."""
+        rest, self._behind = self._behind, deque()
+        self.is_behind = False
+        try:
+            call()
+            self.flush()
+        finally:
+            self._behind.extend(rest)
             self.is_behind = bool(self._behind)
 
     def _advance(self, first: _Packet | Callable[[], None]) -> bool:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from broker.server import Server
 
 NOT_WANTED = "was ended, because nobody wants its weights any more"
+_NOBODY = "nobody wants it"
 STOP_SECONDS = 2.0
 """How long killed loaders are waited for at the end."""
 
@@ -67,8 +68,13 @@ class Loading:
     def start(self, action: StartLoader | StartShipped) -> None:
         """Start the process that an action asks for, or have it wait for its turn.
 
-        A failure is the answer of who waits.
+        A failure is the answer of who waits. Nothing is started if the set is gone by now: that the
+        action is carried out late, after the keeper was behind, is no fault.
         """
+        if action.set not in self._broker.books.sets:
+            gone = partial(self._broker.end_session, action.session, Cancelled(_NOBODY))
+            self._broker.loop.call_soon_threadsafe(gone)  # the action is one of several
+            return
         ticket = self._broker.tickets.get(action.ticket)
         try:
             given = None if ticket is None or ticket.source is None else os.dup(ticket.source)
@@ -124,10 +130,11 @@ class Loading:
         """End a loader whose set is not wanted any more, also one that is just starting."""
         if self._unqueue(session):
             return
-        self._unwanted.add(session)
         process = self._processes.get(session)
         if process is not None:
             process.stop(NOT_WANTED, UNWANTED)
+        elif session in self._starting:
+            self._unwanted.add(session)
 
     def _unqueue(self, session: int) -> bool:
         """Drop a load that waits for its turn; true if there was one."""
@@ -135,7 +142,7 @@ class Loading:
             if queued.action.session == session:
                 self._queue.remove(queued)
                 queued.close()
-                end = partial(self._broker.end_session, session, Cancelled("nobody wants it"))
+                end = partial(self._broker.end_session, session, Cancelled(_NOBODY))
                 self._broker.loop.call_soon_threadsafe(end)
                 return True
         return False

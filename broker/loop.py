@@ -33,6 +33,8 @@ class Loop:
         self.slowest_turn = 0.0
         self._epoll = select.epoll()
         self._callbacks: dict[int, Callable[[int], None]] = {}
+        self._added: set[int] = set()
+        """In this turn: what epoll saw of such a number before was about another descriptor."""
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._soon: deque[Callable[[], None]] = deque()
@@ -44,6 +46,7 @@ class Loop:
         """Call back with the events seen, as long as they last (level-triggered)."""
         self._epoll.register(descriptor, events)
         self._callbacks[descriptor] = callback
+        self._added.add(descriptor)
 
     def modify(self, descriptor: int, events: int) -> None:
         self._epoll.modify(descriptor, events)
@@ -73,11 +76,12 @@ class Loop:
             more = drain()
             now = time.monotonic()
             self.slowest_turn = max(self.slowest_turn, now - self.turn_began)
+            self._added.clear()
             events = self._epoll.poll(0 if more else self._wait(now))
             self.turn_began = time.monotonic()
             for descriptor, seen in events:
                 callback = self._callbacks.get(descriptor)
-                if callback is not None:
+                if callback is not None and descriptor not in self._added:
                     callback(seen)
             if self._timers and self._timers[0][0] <= self.turn_began:
                 self._run_timers()

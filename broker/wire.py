@@ -810,8 +810,10 @@ def _bad_name(operation: str, field: str) -> BadRequest:
 
 
 def is_name(text: str) -> bool:
+    if not text.isprintable():  # so are halves of a pair, which have no bytes
+        return False
     nbytes = len(text) if text.isascii() else len(text.encode())
-    return 0 < nbytes <= MAX_NAME_BYTES and text.isprintable()
+    return 0 < nbytes <= MAX_NAME_BYTES
 
 
 def decode_to_broker(packet: bytes) -> ToBroker:

@@ -14,6 +14,19 @@ from broker.credentials import Credentials
 from tests.support.meeting import Meeting
 
 
+def test_who_is_cut_off_is_told_of_in_a_moment(private: Path) -> None:
+    """Not in the midst of a request of its own that is being handled."""
+    with Meeting(private) as meeting:
+        peer = meeting.peers[0]
+        peer.send_multipart([b"ping", b""])
+        routing = meeting.receive()
+        meeting.conversation.cut(routing, "the test wants it")
+        meeting.conversation.reply(routing, [b"ok", b""])
+        assert meeting.lost == []
+        meeting.run_pending()
+        assert meeting.lost == [routing]
+
+
 def test_a_connection_for_which_there_is_no_room(
     private: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

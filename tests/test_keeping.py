@@ -127,6 +127,25 @@ def test_what_follows_from_a_record_comes_after_it(keeper: Keeper) -> None:
     assert done == expected
 
 
+def test_what_fails_late_loses_no_record(keeper: Keeper) -> None:
+    """Who takes over has what was recorded after it, too."""
+    first = 0
+    while not keeper.server.is_behind:
+        record(keeper, first)
+        first += 1
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    keeper.server.later(fail)
+    record(keeper, first)
+    read: list[Item] = []
+    with pytest.raises(ZeroDivisionError):
+        read += keeper.read_all()
+    read += keeper.read_all()
+    assert read[-1].key == f"1/lease {first}"
+
+
 def test_leases_of_a_turn_are_one_packet(keeper: Keeper) -> None:
     """They are gathered until `flush`, then all there, in order, after what was recorded before."""
     keeper.server.keep_fact("epoch", b"e")

@@ -216,6 +216,12 @@ def test_a_missing_field_is_refused() -> None:
     )
 
 
+@pytest.mark.parametrize("text", ["", "two\nlines", "half a pair \ud800", "\x00", "ä" * 129])
+def test_what_is_no_name(text: str) -> None:
+    """Empty, not printable, of no bytes, or of too many."""
+    assert not wire.is_name(text)
+
+
 DEEP = b"\x91" * 100_000
 HOSTILE = {
     "nothing": b"",

@@ -262,10 +262,13 @@ def test_publish_keeps_no_lease(
     assert step.added("leases_reclaimed") == 0
 
 
-def test_publish_without_a_name(checkpoint: Path, broker_dir: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize("name", ["", os.fsdecode(b"a\xff")])
+def test_publish_without_a_name(
+    checkpoint: Path, broker_dir: Path, capsys: Capture, name: str
+) -> None:
     """A name that is none is told by its option, before a broker is asked."""
-    result = run(capsys, "publish", str(checkpoint), "--name", "", "--dir", str(broker_dir))
-    check_refused(result, BadRequest.exit_code, "--name ''")
+    result = run(capsys, "publish", str(checkpoint), "--name", name, "--dir", str(broker_dir))
+    check_refused(result, BadRequest.exit_code, f"--name {name!r}")
 
 
 def test_list_of_no_names(broker: RunningBroker, capsys: Capture) -> None:

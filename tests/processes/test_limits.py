@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from broker import wire
 from broker.errors import BadRequest, BrokerError, Busy, Cancelled, LoadFailed
@@ -30,6 +31,8 @@ StartEngine = Callable[..., Engine]
 
 DEVICE = "SIM-0"
 SLAB_BYTES = 1 << 20
+MANY = 500
+"""Conversations; one process may have 512."""
 TIGHT = {
     "sessions": 4,
     "connections": 12,
@@ -126,6 +129,29 @@ def test_connections(tight: RunningBroker) -> None:
             dealer.send(b"ping", b"")
         eventually(lambda: sum(bool(d.socket.poll(0)) for d in dealers) > 8, 5, "answers")
     eventually(lambda: tight.status()["broker"]["connections"] < 5, 5, "their end")
+
+
+def test_many_honest_conversations_at_once(
+    start_broker: StartBroker,
+) -> None:
+    """What their connections cost is not held against them: each is answered, none is cut off."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4 * MANY:
+        pytest.skip(f"a process may have {hard} descriptors here, {MANY} conversations need more")
+    broker = start_broker()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    context = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 2 * MANY)
+    dealers = [context.socket(zmq.DEALER) for _ in range(MANY)]
+    try:
+        for dealer in dealers:
+            dealer.connect(f"ipc://{broker.directory}/default.zmq")
+            dealer.send_multipart([b"ping", b""])
+        eventually(lambda: all(dealer.poll(0) for dealer in dealers), 10, "every answer")
+    finally:
+        context.destroy(linger=0)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert broker.counter("connections_cut") == 0
 
 
 def test_what_one_process_may_have(start_broker: StartBroker, start_engine: StartEngine) -> None:

@@ -30,8 +30,14 @@ class Meeting(Closeable):
         listener.listen()
         access, limits = own_access(None), DEFAULTS
         self._loop = Loop()
+        self.lost: list[bytes] = []
         self.conversation = Conversation(
-            self._loop, listener, path, access, limits, lambda _routing, _cause: None
+            self._loop,
+            listener,
+            path,
+            access,
+            limits,
+            lambda routing, _cause: self.lost.append(routing),
         )
         self._loop.add(self.conversation.fileno(), READ, self.conversation.on_readable)
         self._context = zmq.Context()
@@ -64,6 +70,10 @@ class Meeting(Closeable):
         (routing,) = received
         assert self.conversation.receive() is None
         return routing
+
+    def run_pending(self) -> None:
+        """What was to be done in a moment."""
+        self._loop.run_pending()
 
     def send_until_it_is_seen(self, peer: zmq.Socket[bytes]) -> None:
         time.sleep(SETTLED_SECONDS)
