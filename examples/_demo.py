@@ -3,16 +3,53 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
-from broker import UnsupportedPlatformForIPCError, check_ipc_platform_support
-from broker.checkpoints.files import open_checkpoint
-from engine_client import BrokerError
+EXIT_INTERRUPTED = 130
+
+# Until `run_main` nothing has to be put in order, and an import that is interrupted would say so
+# with a traceback. A process that an example has started was started with Ctrl-C held back.
+signal.signal(signal.SIGINT, lambda _number, _frame: os._exit(EXIT_INTERRUPTED))
+IS_CHILD = signal.SIGINT in signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+from broker import UnsupportedPlatformForIPCError, check_ipc_platform_support  # noqa: E402
+from broker.checkpoints.files import open_checkpoint  # noqa: E402
+from engine_client import BrokerError  # noqa: E402
+
+
+def run_main(main: Callable[[], None]) -> NoReturn:
+    """Run an example's `main`: a mistake ends it with a sentence, Ctrl-C with a word.
+
+    Ctrl-C just ends a process that an example has started.
+    """
+    try:
+        if not IS_CHILD:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        main()
+    except BrokerError as error:
+        print(error.sentence, file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
+    sys.exit(0)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """No Ctrl-C meanwhile, and not for a process that is started meanwhile."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def choose_device() -> str:
@@ -22,7 +59,8 @@ def choose_device() -> str:
         return "auto"
     except UnsupportedPlatformForIPCError:
         print("$ weight-broker serve", flush=True)
-        refused = subprocess.run([sys.executable, "-m", "broker", "serve"], check=False)
+        with held_back():
+            refused = subprocess.run([sys.executable, "-m", "broker", "serve"], check=False)
         print(f"(exit code {refused.returncode})")
         print(
             "\nThat is what the product does on this machine. This is a demonstration, so it goes "
@@ -38,7 +76,8 @@ def check_model(path: str) -> None:
     try:
         open_checkpoint(path).close()
     except BrokerError as error:
-        sys.exit(f"--model {path}: {error.sentence}")
+        print(f"--model {path}: {error.sentence}", file=sys.stderr)
+        sys.exit(error.exit_code)
     if not (Path(path) / "config.json").exists():
         sys.exit(f"--model {path}: there is no config.json that says which model to build")
 
@@ -58,47 +97,59 @@ def torch_name(device: str) -> str:
 
 @contextmanager
 def running_broker(device: str, folder: Path, *options: str) -> Iterator[None]:
-    """`weight-broker serve`, stopped in order at the end."""
+    """`weight-broker serve`, stopped in order at the end, after every `Process` that is left."""
     log = folder / "broker.log"
     where = ("--device", device, "--dir", str(folder))
-    with log.open("w") as stderr:
-        broker = subprocess.Popen(
-            [sys.executable, "-m", "broker", "serve", *where, *options],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-        )
-    assert broker.stdout is not None  # noqa: S101 - it is a pipe
-    ready = broker.stdout.readline()
-    if not ready:
-        raise SystemExit(log.read_text())
-    print(ready.strip(), flush=True)
+    broker: subprocess.Popen[str] | None = None
     try:
+        with log.open("w") as stderr, held_back():
+            broker = subprocess.Popen(
+                [sys.executable, "-m", "broker", "serve", *where, *options],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
+        assert broker.stdout is not None  # noqa: S101 - it is a pipe
+        ready = broker.stdout.readline()
+        if not ready:
+            raise SystemExit(log.read_text())
+        print(ready.strip(), flush=True)
         yield
     finally:
-        broker.terminate()
-        broker.wait()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # once is enough
+        for process in Process.started:
+            process.kill()
+        if broker is not None:
+            broker.terminate()
+            broker.wait()
 
 
 class Process:
     """A process of an example, by itself: `script` with arguments of its own."""
 
+    started: ClassVar[list[Process]] = []
+
     def __init__(self, script: str, name: str, *arguments: str) -> None:
         self.name = name
-        self.process = subprocess.Popen(
-            [sys.executable, script, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
         self.facts: dict[str, Any] = {}
+        with held_back():
+            self.process = subprocess.Popen(
+                [sys.executable, script, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            self.started.append(self)
 
     def hear(self) -> dict[str, Any]:
         """Wait for the next line it says with `say`."""
         assert self.process.stdout is not None  # noqa: S101 - it is a pipe
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self.name} ended with exit code {self.process.wait()}")
+            code = self.process.wait()
+            if code == EXIT_INTERRUPTED:
+                raise KeyboardInterrupt  # ours comes as well, or was meant
+            raise SystemExit(f"{self.name} ended with exit code {code}")
         facts: dict[str, Any] = json.loads(line)
         return facts
 
@@ -111,6 +162,11 @@ class Process:
     def end(self) -> None:
         """Let it end by itself."""
         self.process.communicate()
+
+    def kill(self) -> None:
+        """End it at once, whatever it does."""
+        self.process.kill()
+        self.process.wait()
 
 
 def say(**facts: Any) -> None:

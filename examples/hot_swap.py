@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _demo import Process, choose_device, running_broker, say, torch_name
+from _demo import Process, choose_device, run_main, running_broker, say, torch_name
 
 from engine_client import EngineClient
 from engine_client.watching import Watch
@@ -119,7 +119,7 @@ def tell(process: Process, printing: threading.Lock, heard: dict[str, dict[str, 
     while True:
         try:
             facts = process.hear()
-        except SystemExit:
+        except (SystemExit, KeyboardInterrupt):
             return
         heard[process.name] = facts
         with printing:
@@ -179,4 +179,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

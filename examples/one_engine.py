@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from engine_client import Checkpoint, EngineClient, WeightSet
+from engine_client import BrokerError, Checkpoint, EngineClient, WeightSet
 
 
 def default_model() -> str:
@@ -44,13 +44,23 @@ def describe(weights: WeightSet, seconds: float) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Map, look, and wait for the end; with --once do not wait."""
+    """Map, look, and wait for the end; with --once do not wait. A mistake is one sentence."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cuda:0", help="a GPU, or simulated")
     parser.add_argument("--model", help="checkpoint folder (default: all-MiniLM-L6-v2)")
     parser.add_argument("--directory", type=Path, help="of the broker's sockets")
     parser.add_argument("--once", action="store_true", help="end at once")
     options = parser.parse_args(arguments)
+    try:
+        serve(options)
+    except BrokerError as error:
+        print(error.sentence, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def serve(options: argparse.Namespace) -> None:
+    """What an engine does."""
     name = f"engine {os.getpid()} on {socket.gethostname()}"
     with EngineClient(options.device, directory=options.directory, label=name) as client:
         began = time.perf_counter()
@@ -60,7 +70,6 @@ def main(arguments: list[str]) -> int:
             if not options.once:
                 signal.sigwait({signal.SIGTERM, signal.SIGINT})
     print(f"{name}: gave them back", flush=True)
-    return 0
 
 
 if __name__ == "__main__":

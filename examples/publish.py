@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _demo import Process, choose_device, running_broker, say, torch_name
+from _demo import Process, choose_device, run_main, running_broker, say, torch_name
 
 from engine_client import EngineClient, WeightKey
 
@@ -151,4 +151,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

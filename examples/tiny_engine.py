@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from _demo import Process, check_model, choose_device, running_broker, say, torch_name
+from _demo import Process, check_model, choose_device, run_main, running_broker, say, torch_name
 
 from engine_client import Checkpoint, EngineClient, parameters_on_meta
 
@@ -161,4 +161,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _demo import Process, check_model, choose_device, running_broker, say, torch_name
+from _demo import Process, check_model, choose_device, run_main, running_broker, say, torch_name
 from one_engine import default_model
 
 from broker.devices import open_devices
@@ -252,4 +252,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -8,14 +8,19 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.processes.conftest import brokers
+from broker.__main__ import EXIT_INTERRUPTED
+from broker.errors import BrokerNotFound, NotFound
+from tests.processes.conftest import brokers, private_directory
 from tests.support.clock import SCALE, eventually
+from tests.support.processes import processes_of
 from tests.support.stored import small_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,7 +83,46 @@ def test_one_engine(
             said, gave_back = capsys.readouterr().out.splitlines()
             assert f"4 tensors, 0.3 MB, {how}, mapped in " in said
             assert gave_back.endswith("gave them back")
+        wrong = [*where[:-1], str(tmp_path / "none"), "--once"]
+        assert main(wrong) == NotFound.exit_code
+        assert "there is no checkpoint" in capsys.readouterr().err
         eventually(lambda: not broker.leases(), 5, "the end of the last lease")
+    assert main(where) == BrokerNotFound.exit_code
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("no broker named 'default' is running")
+
+
+@pytest.mark.parametrize("interrupt", [os.kill, os.killpg], ids=["alone", "with its children"])
+@pytest.mark.parametrize("begun", ["weight-broker ready", "trainer "])
+def test_interrupt(interrupt: Callable[[int, int], None], begun: str) -> None:
+    """Ctrl-C ends an example with a word; no process and no file is left."""
+    with private_directory() as folder:
+        example = subprocess.Popen(
+            [sys.executable, str(ROOT / "examples" / "hot_swap.py")],
+            env={
+                **os.environ,
+                "CUDA_VISIBLE_DEVICES": "",
+                "HIP_VISIBLE_DEVICES": "",
+                "TMPDIR": str(folder),
+                "WEIGHT_BROKER_TEST_LOADER": f"{folder}/",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert example.stdout is not None
+        try:
+            assert any(line.startswith(begun) for line in example.stdout)
+            interrupt(example.pid, signal.SIGINT)
+            _said, complaints = example.communicate(timeout=20 * SCALE)
+        finally:
+            example.kill()
+        assert example.returncode == EXIT_INTERRUPTED, complaints
+        assert re.search(r"\(--device simulated\)\ninterrupted\n$", complaints)
+        assert "Traceback" not in complaints
+        assert list(folder.glob("wb-*")) == []  # torch leaves a folder of its own
+        eventually(lambda: not processes_of(folder), 5, "the end of every process")
 
 
 @pytest.mark.timeout(150 * SCALE)
