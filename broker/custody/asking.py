@@ -205,8 +205,10 @@ class Asking(Ledger):
         if demand.generation is not None:
             wanted += f", generation {demand.generation!r},"
         known = f"resident names: {', '.join(names)}" if names else "no named set is resident"
-        near = did_you_mean(demand.name or "", names)
-        known = f"{near} {known}" if near else known
+        if demand.name in names:
+            known = _known_generations(demand.name, here)
+        elif near := did_you_mean(demand.name or "", names):
+            known = f"{near} {known}"
         return NotFound(f"{wanted} is not resident on device {demand.device}; {known}", names=names)
 
     def _check_label(self, key: WeightKey, demand: wire.Demand) -> None:
@@ -320,3 +322,12 @@ class Asking(Ledger):
             came_about = how.get(waiter.ticket, how[None])
             self._or_refuse(waiter, partial(self._grant, record, waiter, came_about))
         self._retry(waiters)
+
+
+def _known_generations(name: str, records: list[WeightSet]) -> str:
+    """The end of a sentence: which generations there are of a name, oldest first."""
+    labels = dict.fromkeys(
+        label for record in records for line, label in record.generations.items() if line[0] == name
+    )
+    verb = "generation is" if len(labels) == 1 else "generations are"
+    return f"its {verb} {', '.join(labels)}"

@@ -84,7 +84,8 @@ def test_a_name_means_its_newest_generation() -> None:
     (older,) = desk.acquire(engine, "b", name="m", generation="2")
     assert (held(desk, newest).set, held(desk, newest).generation) == (3, "3")
     assert (held(desk, older).set, held(desk, older).generation) == (2, "2")
-    with pytest.raises(NotFound, match=r"^'m', generation '9', is not resident"):
+    words = r"^'m', generation '9', is not resident on device GPU-0; its generations are 1, 2, 3$"
+    with pytest.raises(NotFound, match=words):
         desk.acquire(engine, "c", name="m", generation="9")
 
 
