@@ -33,7 +33,8 @@ MAX_SOCKET_PATH_BYTES = 107
 
 _ROOT = Path("/")
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
-_ELSEWHERE = f"name another one with --dir or {DIRECTORY_VARIABLE}"
+_OPTION = f"with --dir or {DIRECTORY_VARIABLE}"
+_ELSEWHERE = f"name another one {_OPTION}"
 
 
 # --- the directory ------------------------------------------------------------------------------
@@ -152,6 +153,7 @@ def _check_private(directory: Path, status: os.stat_result, uid: int, group: int
     mode = f"{stat.S_IMODE(status.st_mode):04o}"
     is_shared = group is not None and status.st_gid == group
     closed = 0o027 if is_shared else 0o077
+    cure = _ELSEWHERE
     if stat.S_ISLNK(status.st_mode):
         fault = "is a symbolic link, which somebody could turn elsewhere"
     elif not stat.S_ISDIR(status.st_mode):
@@ -159,15 +161,24 @@ def _check_private(directory: Path, status: os.stat_result, uid: int, group: int
     elif status.st_uid != uid and not is_shared:
         fault = f"belongs to uid {status.st_uid} (mode {mode}) and not to us, uid {uid}"
     elif status.st_mode & closed:
-        fault = f"is open to others (owner uid {uid}, mode {mode}; chmod 700 closes it)"
+        fault = f"is open to others (owner uid {status.st_uid}, mode {mode})"
+        cure = _cure_of_open(directory, status, uid)
     else:
         return
     raise BadRequest(
-        f"the broker's directory {directory} {fault}; {_ELSEWHERE}",
+        f"the broker's directory {directory} {fault}; {cure}",
         path=str(directory),
         owner=status.st_uid,
         mode=mode,
     )
+
+
+def _cure_of_open(directory: Path, status: os.stat_result, uid: int) -> str:
+    """Others may need one that all may write to, or root's: closing it can break a machine."""
+    is_common = bool(status.st_mode & (stat.S_ISVTX | stat.S_IWOTH))
+    if is_common or status.st_uid != uid or uid == 0:
+        return f"name one of your own {_OPTION}, such as {directory / f'weight-broker-{uid}'}"
+    return f"chmod 700 closes it, or {_ELSEWHERE}"
 
 
 def _uid(uid: int | None) -> int:

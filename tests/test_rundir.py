@@ -12,6 +12,7 @@ import pytest
 from broker.errors import BadRequest, BrokerNotFound
 from broker.rundir import (
     BrokerPaths,
+    _check_private,
     broker_directory,
     broker_not_found,
     candidate_directories,
@@ -100,15 +101,33 @@ def refusal_of(directory: Path, uid: int = UID) -> BadRequest:
 
 def test_open_directory(private: Path) -> None:
     """A directory open to the group or others is refused on both sides, and left as it is."""
-    for mode in (0o750, 0o701, 0o1777):
+    owner = UID or 1
+    os.chown(private, owner, -1)
+    for mode in (0o750, 0o701):
         private.chmod(mode)
-        error = refusal_of(private)
+        error = refusal_of(private, owner)
         assert str(error) == (
-            f"the broker's directory {private} is open to others (owner uid {UID}, mode "
-            f"{mode:04o}; chmod 700 closes it){ELSEWHERE}"
+            f"the broker's directory {private} is open to others (owner uid {owner}, mode "
+            f"{mode:04o}); chmod 700 closes it, or {ELSEWHERE.removeprefix('; ')}"
         )
-        assert error.fields == {"path": str(private), "owner": UID, "mode": f"{mode:04o}"}
+        assert error.fields == {"path": str(private), "owner": owner, "mode": f"{mode:04o}"}
         assert stat.S_IMODE(private.stat().st_mode) == mode
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner"), [(0o1777, UID), (0o777, UID), (0o1700 | 0o055, UID), (0o755, 0)]
+)
+def test_open_directory_that_others_may_need(mode: int, owner: int, tmp_path: Path) -> None:
+    """One that all may write to, a sticky one and one of root's are never to be closed: the advice
+    is a directory of one's own in it."""
+    faked = os.stat_result((stat.S_IFDIR | mode, 0, 0, 0, owner, 0, 0, 0, 0, 0))
+    with pytest.raises(BadRequest) as caught:
+        _check_private(tmp_path, faked, owner, None)
+    assert str(caught.value) == (
+        f"the broker's directory {tmp_path} is open to others (owner uid {owner}, mode "
+        f"{mode:04o}); name one of your own with --dir or WEIGHT_BROKER_DIR, such as "
+        f"{tmp_path}/weight-broker-{owner}"
+    )
 
 
 def test_directory_of_somebody_else(private: Path) -> None:
