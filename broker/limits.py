@@ -121,8 +121,9 @@ class Limits:
 
     def reached(self, name: str) -> str:
         """The end of the sentence for a peer that has met a limit: which it is, and the option."""
-        value = getattr(self, name)
-        return f"(limit {name}={value} {LIMITS[name]['unit']}; serve --limit {name}=… changes it)"
+        unit = LIMITS[name]["unit"]
+        value = f"{getattr(self, name)}" + ("" if name.endswith(unit) else f" {unit}")
+        return f"(limit {name}={value}; serve --limit {name}=… changes it)"
 
 
 LIMITS: dict[str, dict[str, Any]] = {

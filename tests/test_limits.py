@@ -70,9 +70,11 @@ def test_options_that_are_none(option: str) -> None:
 
 
 def test_what_is_said_when_a_limit_is_met() -> None:
-    """Name, value and unit, and how to change it."""
-    said = Limits(sessions=3).reached("sessions")
-    assert said == "(limit sessions=3 sessions; serve --limit sessions=… changes it)"
+    """Name, value, the unit unless the name ends in it, and how to change it."""
+    limits = Limits(sessions=3, request_bytes=5, waiting=7)
+    assert limits.reached("sessions") == "(limit sessions=3; serve --limit sessions=… changes it)"
+    assert limits.reached("request_bytes").startswith("(limit request_bytes=5; ")
+    assert limits.reached("waiting").startswith("(limit waiting=7 requests; ")
 
 
 def test_defaults_suit_the_node_they_are_for() -> None:

@@ -71,7 +71,7 @@ def test_tensors() -> None:
     books = tight_books()
     session = books.open_session()
     claim(books, session, "c", "m")
-    with pytest.raises(BadRequest, match=r"11 tensors .*\(limit tensors=10 "):
+    with pytest.raises(BadRequest, match=r"11 tensors .*\(limit tensors=10;"):
         books.reserve(session, 0, wire.Reserve("c", 100, 11, "float32"))
     assert any(
         isinstance(action, CreateSlab)
@@ -99,7 +99,7 @@ def test_writer_that_stalls() -> None:
     assert isinstance(reply.body, LoadFailed)
     assert reply.body.sentence == (
         "pid 12 (vllm) reserved memory for weights and did not seal them in time "
-        "(limit seal_seconds=60 seconds; serve --limit seal_seconds=… changes it)"
+        "(limit seal_seconds=60; serve --limit seal_seconds=… changes it)"
     )
     assert books.budgets[DEVICE].free == 1000
     with pytest.raises(BrokerError, match="did not seal them in time"):
