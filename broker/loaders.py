@@ -32,6 +32,7 @@ IDLE_GRACE_SECONDS = 10.0
 """The same once nobody waits for it: an interpreter with torch takes a moment to end."""
 FINISHED = "loader-finished"
 UNWANTED = "loader-unwanted"
+_BY_ITSELF = (FINISHED, "loader-exited", "loader-crashed")
 
 
 class CheckpointWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
@@ -124,7 +125,7 @@ class Ending(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         last = " | ".join(line.strip() for line in self.last_words.split("\n") if line.strip())
         if not last:
-            return f"{self.how} without a word"
+            return f"{self.how} without a word" if self.reason in _BY_ITSELF else self.how
         return f"{self.how}; its last words: {last[-SHOWN_CHARACTERS:]}"
 
 

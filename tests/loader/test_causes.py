@@ -7,7 +7,8 @@ import pytest
 from broker.devices.base import DeviceError, DeviceOutOfMemory
 from broker.errors import BrokerError, InternalError, LoadFailed, OverBudget
 from broker.loader.worker import _cause
-from broker.loaders import Job, ShippedWork
+from broker.loaders import UNWANTED, Ending, Job, ShippedWork
+from broker.loading import NOT_WANTED
 
 JOB = Job("1", "/nowhere", "GPU-1", "cuda", 2, ShippedWork("m.load"))
 
@@ -44,3 +45,10 @@ def test_causes(error: Exception, kind: type[BrokerError], sentence: str) -> Non
     cause = _cause(error, JOB)
     assert type(cause) is kind
     assert cause.sentence == sentence
+
+
+def test_who_was_ended_was_not_silent() -> None:
+    """That a loader left no word is said only of one that ended by itself."""
+    assert str(Ending(NOT_WANTED, UNWANTED, "")) == NOT_WANTED
+    assert str(Ending("ended with exit code 3", "loader-exited", "")).endswith(" without a word")
+    assert str(Ending(NOT_WANTED, UNWANTED, "a\n")) == f"{NOT_WANTED}; its last words: a"

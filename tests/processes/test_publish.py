@@ -328,14 +328,13 @@ FAULTS: list[tuple[Callable[[], Any], str, str, str]] = [
     (crashes, DIED + "was killed by signal 11 (SIGSEGV) without a word", "loader-crashed", ""),
     (
         is_killed,
-        DIED + "was killed by signal 9 (SIGKILL), by hand or because the machine ran out of memory "
-        "without a word",
+        DIED + "was killed by signal 9 (SIGKILL), by hand or because the machine ran out of memory",
         "loader-killed",
         "",
     ),
     (
         hangs,
-        DIED + "did not finish within 0.8 s and was ended without a word",
+        DIED + "did not finish within 0.8 s and was ended",
         "loader-too-slow",
         "",
     ),
