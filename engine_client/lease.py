@@ -141,13 +141,19 @@ class Lease:
         """A copy of bytes of the slab, from any device. Waits for the device.
 
         Raises:
-            UsageError: the lease has ended or is asleep.
-            InternalError: there are no such bytes, or the device failed.
+            UsageError: the lease has ended or is asleep, or there are no such bytes.
+            InternalError: the device failed.
         """
         with self._lock:
             if self._ended or not self._is_wanted:
                 raise UsageError("these weights have been released; acquire them again")
             self.check_awake()
+            end = self.mapping.nbytes
+            if offset < 0 or nbytes < 0 or offset + nbytes > end:
+                raise UsageError(
+                    f"read: {nbytes} bytes from {offset} are not inside these weights: name a "
+                    f"range from 0 to {end}"
+                )
             try:
                 return self.device.read(self.mapping, offset, nbytes)
             except DeviceError as error:

@@ -118,8 +118,8 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         """A copy of bytes of the slab in host memory, from any device. Needs no torch. Blocks.
 
         Raises:
-            UsageError: released or asleep.
-            InternalError: there are no such bytes, or the device failed.
+            UsageError: released or asleep, or there are no such bytes.
+            InternalError: the device failed.
         """
         self._check_held()
         return self._lease.read(offset, nbytes)

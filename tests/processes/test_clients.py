@@ -306,6 +306,18 @@ def test_closing_gives_back_what_is_not_used(
     assert slab_mappings() == 0
 
 
+@pytest.mark.parametrize(("offset", "nbytes"), [(-1, 8), (0, -1), (1, None), (None, 1)])
+def test_bytes_that_are_not_there(
+    shared_broker: RunningBroker, checkpoint: Checkpoint, offset: int | None, nbytes: int | None
+) -> None:
+    """A range outside the weights is a mistake of who asks, who is told the right one."""
+    with shared_broker.client() as client, client.acquire(checkpoint) as weights:
+        end = weights.nbytes
+        assert weights.read(end, 0) == b""
+        with pytest.raises(UsageError, match=rf"name a range from 0 to {end}$"):
+            weights.read(end if offset is None else offset, end if nbytes is None else nbytes)
+
+
 @pytest.mark.parametrize("path", ["/models/m", "./m", "there/m"])
 def test_a_path_is_no_name(
     shared_broker: RunningBroker, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
