@@ -97,7 +97,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     command.refuse_misspelt(arguments[begin + 1 :])
     options, more = parser.parse_known_args(arguments)
     if more:
-        command.error(f"it has no argument for {' '.join(map(repr, more))}")
+        command.refuse_more(more, arguments[begin + 1 :])
     return options
 
 

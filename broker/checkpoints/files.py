@@ -40,6 +40,7 @@ INDEX_FILE = "model.safetensors.index.json"
 INDEX_SUFFIX = ".index.json"
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 _VARIANT = re.compile(r"model\..+\.safetensors")
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _NAMES_SHOWN = 8
 _NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
@@ -125,9 +126,21 @@ def _open_folder(given: str, shown: str) -> tuple[int, str | None]:
         if isinstance(error, OSError) and error.errno not in _NOTHING_THERE:
             raise system_refused(error, shown, "opening") from error
         raise NotFound(
-            f"there is no checkpoint {quoted(shown)}: no such file or folder; check the path",
+            f"there is no checkpoint {quoted(shown)}: no such file or folder; {_cure(shown)}",
             path=shown,
         ) from error
+
+
+def _cure(path: str) -> str:
+    """What to do about a path that leads to nothing."""
+    if path.startswith("~"):
+        return "`~` is not expanded here: give the whole path"
+    if _HUB_ID.fullmatch(path):
+        return (
+            "check the path; if it is the id of a model on a hub, download it first: only local "
+            "folders are read"
+        )
+    return "check the path"
 
 
 def weight_files(folder: int, only: str | None, path: str) -> WeightFiles:

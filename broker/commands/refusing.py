@@ -51,6 +51,19 @@ class Parser(argparse.ArgumentParser):
                 near = did_you_mean(option, known, most=1)
                 self.error(f"there is no option {option}{where}{near and '; ' + near}")
 
+    def refuse_more(self, more: Sequence[str], words: Sequence[str]) -> NoReturn:
+        """End with the words that are one too many: perhaps further values of an option.
+
+        Args:
+            words: all that this parser was to understand.
+        """
+        hint = ""
+        before = words[: words.index(more[0])] if more[0] in words else ()
+        option = next((word.partition("=")[0] for word in reversed(before) if word[:2] == "--"), "")
+        if isinstance(self._option_string_actions.get(option), argparse._AppendAction):  # noqa: SLF001
+            hint = f"; {option} is given once for each value"
+        self.error(f"it has no argument for {' '.join(map(repr, more))}{hint}")
+
 
 def _name_of(action: argparse.Action) -> str:
     """What argparse calls an argument that is missing."""

@@ -177,9 +177,34 @@ def test_a_path_where_nothing_is(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "loop").symlink_to("loop")
     path = f"{tmp_path}/{name}" if name else ""
-    with pytest.raises(NotFound, match="no checkpoint") as caught:
+    with pytest.raises(NotFound, match=r"no checkpoint.*; check the path$") as caught:
         open_checkpoint(path)
     assert caught.value.path == path
+
+
+@pytest.mark.parametrize("path", ["~/models", "~nobody/models"])
+def test_a_path_from_a_home(path: str) -> None:
+    """Only a shell expands it."""
+    assert refusal(path, NotFound).sentence.endswith(
+        "; `~` is not expanded here: give the whole path"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "is_id"),
+    [
+        ("meta-llama/Llama-3.1-8B", True),
+        ("./m", False),
+        ("../m", False),
+        ("/m/n", False),
+        ("a/b/c", False),
+        ("m", False),
+    ],
+)
+def test_an_id_of_a_hub(path: str, is_id: bool) -> None:
+    """Nothing is downloaded, which only somebody who gave an id has to be told."""
+    said = refusal(path, NotFound).sentence
+    assert said.endswith("download it first: only local folders are read") == is_id
 
 
 def test_a_path_that_is_not_text(tmp_path: Path) -> None:

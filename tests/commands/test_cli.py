@@ -148,6 +148,14 @@ def test_words_that_are_no_options(capsys: Capture) -> None:
     assert said.endswith("error: it has no argument for 'prod' '\\x1b[2J'\n")
 
 
+@pytest.mark.parametrize("typed", ["--preload A B", "--preload=A B --device simulated"])
+def test_several_values_of_an_option(typed: str, capsys: Capture) -> None:
+    """An option that may be given several times takes one value each time, and is said to."""
+    said = refused(["serve", *typed.split()], capsys)
+    assert said.endswith("it has no argument for 'B'; --preload is given once for each value\n")
+    assert "once for each" not in refused(["serve", "--name", "a", "B"], capsys)
+
+
 def test_abbreviated_options() -> None:
     """What begins one option only stands for it, as argparse has it."""
     assert cli._parsed(["serve", "--memory-l", "4g"]).memory_limit == "4g"
