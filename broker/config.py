@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from broker.device_names import AUTO, SIMULATED, means_gpus
+from broker.device_names import AUTO, is_simulated, means_gpus
 from broker.errors import BadRequest
 from broker.journal.file import LEAST_BYTES
 from broker.limits import Limits
@@ -161,7 +161,7 @@ def _no_limit(text: str, why: str) -> BadRequest:
 
 def check_device(device: str) -> None:
     """Raise `BadRequest` unless the name, or each of several, is one that a device can have."""
-    if device != SIMULATED and not means_gpus(device):
+    if not is_simulated(device) and not means_gpus(device):
         raise BadRequest(
             f"--device {device}: choose auto, cuda or simulated, or name GPUs by number (cuda:1) "
             "or UUID, several separated by commas",

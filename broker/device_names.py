@@ -7,10 +7,17 @@ from collections.abc import Sequence
 
 AUTO = "auto"
 SIMULATED = "simulated"
+SIMULATED_UUID = "SIM-0"
+"""The simulated device is one for each node."""
 
 _EVERY_GPU = (AUTO, "cuda")
 _GPU = re.compile(r"auto|cuda(:[0-9]{1,9})?|(GPU|MIG)-.+")
 """torch's names (ROCm devices are "cuda" to torch too) and UUIDs."""
+
+
+def is_simulated(device: str) -> bool:
+    """Whether it is a name of the simulated device: its own, or its UUID."""
+    return device in (SIMULATED, SIMULATED_UUID)
 
 
 def means_gpus(device: str) -> bool:

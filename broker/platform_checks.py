@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from broker.amounts import counted
-from broker.device_names import SIMULATED, means_gpus
+from broker.device_names import is_simulated, means_gpus
 from broker.platform_probe import DriverAnswer, Probe, TorchBuild, Vendor
 from broker.platform_sharing import MAKERS, PLATFORMS, SharingSteps, Step, Where, describe
 
@@ -41,7 +41,7 @@ class Check(SharingSteps):
 
     def run(self, device: str) -> None:
         """All steps up to the first that fails."""
-        for step in self.simulated() if device == SIMULATED else self.gpu(device):
+        for step in self.simulated() if is_simulated(device) else self.gpu(device):
             self.steps.append(step)
             if not step.ok:
                 self.close_canaries()

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from broker import wire
+from broker.device_names import SIMULATED_UUID
 from broker.devices.base import Device, DeviceError, Mapping
-from broker.devices.simulated import UUID as SIMULATED_UUID
 from broker.errors import InternalError, UsageError
 from broker.weights import Manifest
 from engine_client.deadline import Deadline

@@ -13,6 +13,7 @@ from broker.checkpoints.describe import describe_source
 from broker.checkpoints.files import open_checkpoint
 from broker.checkpoints.model_config import config_of
 from broker.closing import Closeable
+from broker.device_names import SIMULATED_UUID, is_simulated
 from broker.errors import BadRequest, BrokerLost, RequestTimeout, StaleEpoch
 from broker.quantization import check_ipc_quant_support, quantization_config_in
 from broker.rundir import default_name
@@ -139,7 +140,7 @@ class Observer(Operator, Closeable):
 
         Args:
             generation: a label; None: the next number, or the one that this content has already.
-            device: UUID; None: the only one the broker serves.
+            device: UUID, or "simulated"; None: the only one the broker serves.
 
         Raises:
             BadRequest: several devices are served, and none was named.
@@ -149,6 +150,8 @@ class Observer(Operator, Closeable):
         served = self._session.devices
         if device is None and len(served) != 1:
             raise BadRequest(f"this broker serves {', '.join(served)}: say on which with --device")
+        if device is not None and is_simulated(device):
+            device = SIMULATED_UUID
         demand = wire.Demand(device=device or served[0], name=name, generation=generation)
         with open_checkpoint(path) as opened:
             config = config_of(opened)

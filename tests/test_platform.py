@@ -335,10 +335,11 @@ def test_an_engine_makes_no_round_trip(device: str) -> None:
     assert box.looked == ["drivers", "torch"]
 
 
+@pytest.mark.parametrize("device", ["simulated", "SIM-0"])
 @pytest.mark.parametrize("probe", [PlainBox(), NvidiaBox(), WslBox(), JetsonBox()])
-def test_simulated_needs_linux_only(probe: PlainBox) -> None:
+def test_simulated_needs_linux_only(probe: PlainBox, device: str) -> None:
     """The simulated device is there on any Linux when it is asked for, and no driver is asked."""
-    report = check_ipc_platform_support(where="engine", device="simulated", probe=probe)
+    report = check_ipc_platform_support(where="engine", device=device, probe=probe)
     assert isinstance(report, PlatformReport)
     assert (report.where, report.platform) == ("engine", "simulated")
     assert [step.name for step in report.steps] == ["operating system", "sealed memory files"]

@@ -6,9 +6,9 @@ What drives GPUs is imported with the first GPU: the simulated device has no use
 
 from __future__ import annotations
 
-from broker.device_names import SIMULATED, devices_meant
+from broker.device_names import SIMULATED_UUID, devices_meant, is_simulated
 from broker.devices.base import Device
-from broker.devices.simulated import UUID, SimulatedDevice
+from broker.devices.simulated import SimulatedDevice
 
 
 def devices_named(device: str, platform: str = "") -> list[str]:
@@ -23,8 +23,8 @@ def devices_named(device: str, platform: str = "") -> list[str]:
         DeviceNotVisible: one of several names means none that this process sees.
         DeviceError: there is no usable driver.
     """
-    if device == SIMULATED:
-        return [UUID]
+    if is_simulated(device):
+        return [SIMULATED_UUID]
     from broker.devices.discovery import DeviceNotVisible, open_driver, visible_uuids
 
     visible = visible_uuids(open_driver(platform))
@@ -41,7 +41,7 @@ def open_device(uuid: str, platform: str = "") -> Device:
         DeviceNotVisible: this process does not see it.
         DeviceError: it cannot be described or lacks virtual memory management.
     """
-    if uuid == UUID:
+    if uuid == SIMULATED_UUID:
         return SimulatedDevice()
     from broker.devices import discovery
 

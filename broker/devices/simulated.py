@@ -21,6 +21,7 @@ import threading
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 
+from broker.device_names import SIMULATED_UUID as UUID
 from broker.devices.base import (
     PIECE_BYTES,
     Device,
@@ -37,8 +38,6 @@ from broker.devices.base import (
     check_slab_size,
 )
 
-UUID = "SIM-0"
-"""The simulated device is one for each node."""
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MADV_DONTFORK = 10  # linux/mman.h
 _MAP_FIXED = 0x10

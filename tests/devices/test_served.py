@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from broker.device_names import SIMULATED_UUID as UUID
 from broker.devices import devices_named, open_device, open_devices
 from broker.devices.discovery import DeviceNotVisible
-from broker.devices.simulated import UUID
 from broker.errors import BadRequest, InternalError, OverBudget
 from broker.memfd import sealed_memfd
 from broker.served import limit_of, open_served

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from broker.device_names import SIMULATED_UUID as UUID
 from broker.devices import simulated
 from broker.devices.base import (
     DeviceError,
@@ -23,7 +24,7 @@ from broker.devices.base import (
     Segment,
     StillMappedWritable,
 )
-from broker.devices.simulated import UUID, SimulatedDevice
+from broker.devices.simulated import SimulatedDevice
 
 NBYTES = 4 * 4096
 
