@@ -138,7 +138,7 @@ def test_metadata_that_contains_itself() -> None:
 @pytest.mark.parametrize(
     ("key", "error", "sentence"),
     [
-        (7, UsageError, "the key must be a name or a WeightKey, not int"),
+        (7, UsageError, "the key must be a name or a WeightKey, not the int 7"),
         ("", UsageError, "the name of what is to be published is empty"),
         ("two\nlines", BadRequest, "claim: name must be a printable name of 1 to 256 bytes"),
         (

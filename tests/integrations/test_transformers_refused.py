@@ -22,7 +22,7 @@ from engine_client.integrations.transformers.skeleton import build_skeleton, bui
 from tests.integrations.models import ARCHITECTURES, change, write
 from tests.support.memory import peak_of
 
-NOBODY = cast(EngineClient, None)
+NOBODY = EngineClient.__new__(EngineClient)
 """A client that nothing can be asked of."""
 
 
@@ -262,3 +262,9 @@ def test_types_that_the_library_does_not_take(llama: Path) -> None:
         from_pretrained(cast(str, os.fsencode(llama)), client=NOBODY)
     with pytest.raises(BadRequest, match=r"config has to be a configuration .* not dict"):
         from_pretrained(llama, client=NOBODY, config={"model_type": "llama"})
+
+
+def test_no_client(llama: Path) -> None:
+    """Its address is none either."""
+    with pytest.raises(UsageError, match="client must be an EngineClient, not str"):
+        from_pretrained(llama, client=cast(EngineClient, "simulated"))
