@@ -388,7 +388,7 @@ class Channel:
                 call.arrived.put(("", error))
             elif self._hello is None:
                 self._on_welcome(error)
-            else:
+            elif not message.lease:  # else an `attach` that a server and its successor were sent
                 log.warning("the broker refused a packet: %s", error.sentence)
         elif call is not None and call.arrived is not None:
             cut = InternalError("the broker's descriptors arrived cut")
