@@ -311,7 +311,9 @@ class Keeper:
         return mended
 
     def _replace_if_mended(self) -> None:
-        if not self._stopping and self._mend() and self._server is not None:
+        if self._stopping or not self._is_up or self._server is None:
+            return  # one that is not up yet would be killed by the signal: in a moment, then
+        if self._mend():
             self._server.send_signal(signal.SIGHUP)  # it hands over; its successor gets the new
 
     def _take(self, item: Item) -> None:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import msgspec
 
@@ -75,10 +76,15 @@ def spawn(job: Job, given: int) -> Spawned:
     Args:
         given: the descriptor its work is about, borrowed.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    job_fd = os.memfd_create("weight-broker-job", os.MFD_CLOEXEC)
-    stderr_ours, stderr_theirs = os.pipe2(os.O_CLOEXEC)
-    try:
+    with ExitStack() as theirs_alone, ExitStack() as ours_too:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours_too.callback(ours.close)
+        theirs_alone.callback(theirs.close)
+        job_fd = os.memfd_create("weight-broker-job", os.MFD_CLOEXEC)
+        theirs_alone.callback(os.close, job_fd)
+        stderr_ours, stderr_theirs = os.pipe2(os.O_CLOEXEC)
+        ours_too.callback(os.close, stderr_ours)
+        theirs_alone.callback(os.close, stderr_theirs)
         os.pwrite(job_fd, wire.encode(job), 0)
         passed = (theirs.fileno(), job_fd, given)
         process = subprocess.Popen(
@@ -91,16 +97,16 @@ def spawn(job: Job, given: int) -> Spawned:
             env=child_environment(),
             start_new_session=True,  # a Ctrl-C in the terminal is the broker's to handle
         )
-    except BaseException:
-        ours.close()
-        os.close(stderr_ours)
-        raise
-    finally:
-        theirs.close()
-        os.close(job_fd)
-        os.close(stderr_theirs)
-    os.set_blocking(stderr_ours, False)
-    return Spawned(process, ours, stderr_ours, os.pidfd_open(process.pid))
+        ours_too.callback(_end_unwatched, process)
+        os.set_blocking(stderr_ours, False)
+        spawned = Spawned(process, ours, stderr_ours, os.pidfd_open(process.pid))
+        ours_too.pop_all()
+        return spawned
+
+
+def _end_unwatched(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
 
 
 class Ending(msgspec.Struct, frozen=True):

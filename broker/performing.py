@@ -52,6 +52,9 @@ class Performing:
         self._broker = broker
         self._keeper = broker.keeper
         self._due: list[Action] = []
+        self._sealed_by: dict[int, float] = {}
+        """Of sets whose slab was created, in order: when their writers have stalled."""
+        self._looks_for_stalled = False
         self._hands: dict[type[Action], Callable[[Any], None]] = {
             Reply: self._reply,
             Tell: self._tell,
@@ -130,10 +133,7 @@ class Performing:
 
     def _create_slab(self, action: CreateSlab) -> None:
         set_id, device, nbytes = action.set, action.device, action.nbytes
-        self._broker.loop.call_later(
-            self._broker.config.limits.seal_seconds,
-            lambda: self._broker.perform(self._broker.books.writer_stalled(set_id)),
-        )
+        self._await_seal(set_id, self._broker.config.limits.seal_seconds)
         manifest = self._broker.dispatcher.take_manifest(set_id)
         self._on_device(
             set_id,
@@ -141,11 +141,30 @@ class Performing:
             self._broker.books.slab_created,
         )
 
+    def _await_seal(self, set_id: int, seconds: float) -> None:
+        """One timer for all: most sets are sealed, or gone, long before their time is up."""
+        self._sealed_by[set_id] = time.monotonic() + seconds
+        if not self._looks_for_stalled:
+            self._looks_for_stalled = True
+            self._broker.loop.call_later(seconds, self._look_for_stalled)
+
+    def _look_for_stalled(self) -> None:
+        now = time.monotonic()
+        while self._sealed_by:
+            set_id, until = next(iter(self._sealed_by.items()))
+            if until > now:
+                self._broker.loop.call_later(until - now, self._look_for_stalled)
+                return
+            del self._sealed_by[set_id]
+            self._broker.perform(self._broker.books.writer_stalled(set_id))
+        self._looks_for_stalled = False
+
     def _freeze_slab(self, action: FreezeSlab) -> None:
         self._freeze(action.set, action.device, time.monotonic() + FREEZE_SECONDS)
 
     def _free_slab(self, action: FreeSlab) -> None:
         set_id = action.set
+        self._sealed_by.pop(set_id, None)
         self._keeper.drop_set(set_id)
         self._broker.helpers.submit(("set", set_id), lambda: self._broker.store.free(set_id))
 

@@ -33,8 +33,8 @@ def notify(state: str) -> None:
     if address.startswith("@"):
         address = "\0" + address[1:]
     kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
-    with socket.socket(socket.AF_UNIX, kind) as notifier:
-        try:
+    try:
+        with socket.socket(socket.AF_UNIX, kind) as notifier:
             notifier.sendto(state.encode(), address)
-        except OSError as error:
-            log.warning("NOTIFY_SOCKET=%r was not told %s: %s", address, state, error)
+    except OSError as error:
+        log.warning("NOTIFY_SOCKET=%r was not told %s: %s", address, state, error)

@@ -315,8 +315,8 @@ class Server:
     def _handle_requests(self) -> None:
         for number in range(RECEIVE_BATCH):
             received = self.conversation.receive()
-            if received is None:
-                return
+            if received is None or self.is_stopping:
+                return  # what comes after the end of this server, the next one is asked again
             self.dispatcher.handle(*received)
             if number < FEW_REQUESTS and not self.conversation.has_request:
                 return
@@ -429,7 +429,7 @@ class Server:
             canary = self._canaries.get(lease.removeprefix(wire.CANARY))
         if canary is not None:
             message = wire.Attached(lease, canary.nbytes, self.epoch, canary.seed)
-            peer.send(message, [canary.descriptor])
+            peer.deliver(request, message, [canary.descriptor])
             return
         try:
             record, writing = self.books.attachment(peer.session, lease)
@@ -437,7 +437,7 @@ class Server:
             peer.refuse(lease, error)
             return
         descriptors = store.for_writer(record.id) if writing else store.for_reader(record.id)
-        peer.send(wire.Attached(lease, record.nbytes, self.epoch), descriptors)
+        peer.deliver(request, wire.Attached(lease, record.nbytes, self.epoch), descriptors)
 
     def _packet_refused(self, peer: SessionPeer, error: BrokerError) -> None:
         self.books.counters["packets_refused"] += 1

@@ -111,7 +111,7 @@ class SessionPeer:
 
     Args:
         passed: of all sessions together.
-        on_attach: an engine wants a lease's descriptors.
+        on_attach: an engine wants a lease's descriptors; perhaps asked again, if it did not read.
         on_end: end-of-file or the pidfd; called once, with a sentence's end ("it ended …").
         on_refusal: a packet was answered with this error.
         on_mistake: handling a packet of this session has raised what it should not.
@@ -154,7 +154,8 @@ class SessionPeer:
         self._refused: dict[tuple[bytes, str], BrokerError] = {}
         self._late: dict[tuple[bytes, str], None] = {}
         """What requests that were refused are still to get, in order: nobody will take it."""
-        self._unsent: list[tuple[bytes, list[int]]] = []
+        self._unsent: list[bytes | wire.Attach] = []
+        """Packets; and questions whose answers have descriptors, of which no copies are made."""
         self._all_passed = passed
         self._passed = 0
         self._is_held_back = False
@@ -178,15 +179,26 @@ class SessionPeer:
         """False once either side has closed the session."""
         return self._open
 
-    def send(self, message: wire.SessionMessage, descriptors: Sequence[int] = ()) -> None:
-        """Send now or when the peer reads again; descriptors are borrowed."""
+    def send(self, message: wire.SessionMessage) -> None:
+        """Send now, or when the peer reads again."""
         packet = wire.encode(message)
-        if self._unsent or not self._try_send(packet, descriptors):
-            self._unsent.append((packet, [os.dup(descriptor) for descriptor in descriptors]))
-            if len(self._unsent) == 1:
-                self._wait_to_send()
-            if len(self._unsent) > self._limits.packets:
-                self._end(f"it does not read its session {self._limits.reached('packets')}")
+        if self._unsent or not self._try_send(packet, ()):
+            self._put_off(packet)
+
+    def deliver(
+        self, asked: wire.Attach, answer: wire.Attached, descriptors: Sequence[int]
+    ) -> None:
+        """Send an answer with descriptors, which are borrowed; or ask `on_attach` again when the
+        peer reads again."""
+        if self._unsent or not self._try_send(wire.encode(answer), descriptors):
+            self._put_off(asked)
+
+    def _put_off(self, what: bytes | wire.Attach) -> None:
+        self._unsent.append(what)
+        if len(self._unsent) == 1:
+            self._wait_to_send()
+        if len(self._unsent) > self._limits.packets:
+            self._end(f"it does not read its session {self._limits.reached('packets')}")
 
     def refuse(self, lease: str, error: BrokerError) -> None:
         """Answer a packet with an error."""
@@ -250,7 +262,7 @@ class SessionPeer:
         for descriptor in self._delivered.values():
             close_received(descriptor)
         self._delivered.clear()
-        self._drop_unsent()
+        self._unsent.clear()
         self._forget_passed()
 
     def _end(self, how: str) -> None:
@@ -279,19 +291,19 @@ class SessionPeer:
             self._end("the broker failed to handle its packets")
 
     def _flush(self) -> None:
-        while self._unsent:
-            packet, descriptors = self._unsent[0]
-            if not self._try_send(packet, descriptors):
-                self._wait_to_send()
-                return
+        waiting, self._unsent = self._unsent, []
+        for number, what in enumerate(waiting, 1):
+            if isinstance(what, wire.Attach):
+                self._on_attach(self, what)
+            elif not self._try_send(what, ()):
+                self._put_off(what)
             if not self._open:
-                return  # it turned out to be gone, and everything was dropped
-            del self._unsent[0]
-            for descriptor in descriptors:
-                os.close(descriptor)
-        if self._open:
-            self._pause = PAUSE_SECONDS
-            self._loop.modify(self._connection.fileno(), READ)
+                return  # it turned out to be gone, and nobody waits any more
+            if self._unsent:
+                self._unsent += waiting[number:]
+                return
+        self._pause = PAUSE_SECONDS
+        self._loop.modify(self._connection.fileno(), READ)
 
     def _wait_to_send(self) -> None:
         """Until the socket has room, which it tells; that descriptors may go, nobody tells."""
@@ -342,12 +354,6 @@ class SessionPeer:
             self._passed += 1
             self._all_passed.packets += 1
         return True
-
-    def _drop_unsent(self) -> None:
-        for _packet, descriptors in self._unsent:
-            for descriptor in descriptors:
-                os.close(descriptor)
-        self._unsent.clear()
 
     def _receive(self, most_unsent: int = 0) -> bool:
         """Handle the next packet; false if there is none, or nothing that may be read now.

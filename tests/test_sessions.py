@@ -29,6 +29,7 @@ from broker.sessions import (
     identify,
 )
 from tests.support.clock import SCALE
+from tests.support.processes import descriptors
 from tests.support.raw import close_descriptors
 
 
@@ -98,7 +99,7 @@ class Session:
             PeerIdentity(1, 0, "engine", None),
             DEFAULTS,
             passed,
-            lambda peer, attach: peer.send(wire.Attached(attach.lease, 1, "e"), [0]),
+            lambda peer, attach: peer.deliver(attach, wire.Attached(attach.lease, 1, "e"), [0]),
             lambda _peer, how: self.ends.append(how),
             lambda _peer, _error: None,
             _fail,
@@ -161,6 +162,19 @@ def test_too_many_descriptors_on_their_way(session: Session) -> None:
     session.turn_until(lambda: session.read() == 4)
     assert session.counts == [1] * 4
     assert session.ends == []
+
+
+def test_answers_that_wait_keep_no_descriptors(session: Session) -> None:
+    """However many there are: what is sent with them is looked up again when they may go."""
+    before = descriptors(os.getpid())
+    session.socket.crowded_until = time.monotonic() + CANNOT_SECONDS
+    for _ in range(MAX_UNSENT_AHEAD):
+        session.engine.send(ATTACH)
+    with pytest.raises(Busy, match="is not read while answers wait"):
+        session.peer.take(b"another", "source")
+    assert descriptors(os.getpid()) == before
+    session.turn_until(lambda: session.read() == MAX_UNSENT_AHEAD)
+    assert session.counts == [1] * MAX_UNSENT_AHEAD
 
 
 def test_descriptors_that_are_not_read_yet(session: Session, passed: Passed) -> None:

@@ -137,9 +137,15 @@ class Endpoint:
         self._open[connection] = None
         page = self._page_or_none()
         self._loop.call_later(WHOLE_SECONDS, lambda: self._cut_if_open(connection))
-        threading.Thread(
+        answering = threading.Thread(
             target=self._answer, args=(connection, page), name="broker-metrics", daemon=True
-        ).start()
+        )
+        try:
+            answering.start()
+        except RuntimeError as error:  # the system has no thread for it
+            log_event("metrics-failed", level=logging.ERROR, cause=error)
+            self._open.pop(connection, None)
+            connection.close()
 
     def _page_or_none(self) -> Page | None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from queue import Queue
 from typing import Any, cast
@@ -82,3 +83,22 @@ def test_a_mistake_of_ours_is_told(
     assert b" 500 " in status
     (told,) = (each for each in caplog.records if getattr(each, "event", "") == "metrics-failed")
     assert told.exc_info
+
+
+def test_no_thread_is_left(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The scraper's connection ends, the log says why, and the loop goes on."""
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    loop = OwnLoop()
+    endpoint = Endpoint(cast("Any", loop), listener, World().snapshot)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with socket.create_connection(listener.getsockname()) as scraper:
+        assert loop.accept is not None
+        loop.accept(0)
+        assert scraper.recv(1) == b""
+    assert "can't start new thread" in caplog.text
+    endpoint.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.sd_notify import watchdog_seconds
+from broker.sd_notify import notify, watchdog_seconds
 from tests.support.clock import SCALE, eventually
 from tests.support.processes import RunningBroker, process_state
 from tests.support.raw import RawDealer
@@ -113,3 +114,17 @@ def test_whom_it_watches(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     assert watchdog_seconds(7) == seconds
+
+
+def test_no_descriptor_to_tell_it_with(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning: a broker is not there for those who watch it."""
+
+    def refuse(*_arguments: object) -> socket.socket:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setenv("NOTIFY_SOCKET", "/run/nobody")
+    monkeypatch.setattr(socket, "socket", refuse)
+    notify("READY=1")
+    assert "was not told READY=1" in caplog.text

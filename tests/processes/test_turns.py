@@ -145,3 +145,13 @@ def test_what_was_told_is_recorded(broker: RunningBroker, peer: Peer, resident: 
     os.kill(server, signal.SIGKILL)
     (entry,) = ask_status(broker.directory)["sets"]
     assert [lease["lease"] for lease in entry["leases"]] == ["kept"]
+
+
+def test_shutdown_right_after_upgrade(broker: RunningBroker, peer: Peer) -> None:
+    """A server that hands over decides nothing more: no answer says that the broker stops."""
+    with unheard(broker.server_pid()):
+        peer.dealer.send(b"1", b"", b"upgrade", wire.encode(wire.Upgrade()))
+        peer.dealer.send(b"2", b"", b"shutdown", wire.encode(wire.Shutdown(force=True)))
+    assert peer.answers(1) == {b"1": b"ok"}
+    assert ask_status(broker.directory)["broker"]["restarts"] == 1
+    assert not peer.dealer.socket.poll(0)
