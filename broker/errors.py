@@ -249,6 +249,14 @@ _BY_STATUS: dict[str, type[BrokerError]] = {
 ERROR_STATUSES: frozenset[str] = frozenset(_BY_STATUS)
 
 
+def text_of(error: BaseException) -> str:
+    """What an exception of anybody's says; of one that cannot even do that, nothing."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - its own code has failed
+        return ""
+
+
 def from_payload(status: str, payload: bytes) -> BrokerError:
     """The error a reply stands for; an unknown status becomes an `InternalError` naming it."""
     first, *rest = payload.split(b"\n", 2)

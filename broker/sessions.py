@@ -291,6 +291,8 @@ class SessionPeer:
             self._end("the broker failed to handle its packets")
 
     def _flush(self) -> None:
+        if not self.is_open:
+            return  # a timer that was set before
         waiting, self._unsent = self._unsent, []
         for number, what in enumerate(waiting, 1):
             if isinstance(what, wire.Attach):

@@ -89,9 +89,14 @@ class Binding:
         copies: dict[int, torch.UntypedStorage] = {}
         for path, at in walk(module, self.prefix):
             for key, parameter in at._parameters.items():
-                if parameter is not None and self.tensors.owns(parameter):
+                if parameter is None:
+                    continue
+                stored = self.stored_name(path + key)
+                if self.tensors.owns(parameter):
                     _make_private(parameter, copies)
-                    parameter.requires_grad_(self.stored_name(path + key) not in self._frozen)
+                elif parameter.numel() or stored not in self.tensors.layouts:
+                    continue  # one without elements lies nowhere
+                parameter.requires_grad_(stored not in self._frozen)
         del _bindings[module]
 
 

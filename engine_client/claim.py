@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -26,11 +27,17 @@ REPORT_SECONDS = 0.25
 
 
 class HeldClaim:
-    """What may be done with a claim. Every method blocks until the broker has answered."""
+    """What may be done with a claim. Every method blocks until the broker has answered.
+
+    A claim that is dropped before it has come to its end, because a handler's exception came
+    between two steps, is given up.
+    """
 
     def __init__(self, session: Session, claim: str) -> None:
         self._session = session
         self.claim = claim
+        self._finalizer = weakref.finalize(self, _withdraw, session, claim)
+        self._finalizer.atexit = False
 
     @contextmanager
     def reserve(
@@ -89,9 +96,16 @@ class HeldClaim:
             RequestTimeout: only with a deadline; it may be sealed all the same.
         """
         request = wire.Seal(self.claim, checkpoint, list(files), keep)
-        return self._session.call(
+        sealed = self._session.call(
             "seal", request, wire.Sealed, deadline=deadline, stage="waiting for the seal"
         )
+        if not keep:
+            self._finalizer.detach()
+        return sealed
+
+    def settle(self) -> None:
+        """What it has become is somebody's, or it is over: nothing is left to be given up."""
+        self._finalizer.detach()
 
     def resolve(self, checkpoint: str, files: Sequence[wire.FileStamp]) -> bool:
         """Whether this content is resident already; if it is, the claim is over."""
@@ -102,6 +116,7 @@ class HeldClaim:
         """Give up; those who wait are told why, or one of them takes the claim over."""
         request = wire.Abandon(self.claim, error.status, error.to_payload().decode())
         self._session.call("abandon", request, wire.Done, deadline=deadline)
+        self._finalizer.detach()
 
     def report(self, stage: str, done: int = 0, total: int = 0) -> None:
         """Tell everybody who waits, in bytes; a stage without an end has none. Does not block."""
@@ -119,3 +134,9 @@ class HeldClaim:
                 self.report(stage, done, total)
 
         return report
+
+
+def _withdraw(session: Session, claim: str) -> None:
+    """Whatever has become of it: a claim is abandoned, a lease given back. Does not block."""
+    if session.is_usable:
+        session.notify("cancel", wire.Cancel(claim))

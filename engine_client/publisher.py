@@ -21,6 +21,7 @@ from broker.errors import (
     LoadFailed,
     StaleEpoch,
     UsageError,
+    text_of,
 )
 from broker.loader.code import ShippedCode
 from broker.memfd import sealed_memfd
@@ -313,6 +314,7 @@ class Publisher:
         try:
             granted = self._fill(claim, plan, deadline)
             held = self._hold(attach(self._session, self._device, granted, deadline))
+            claim.settle()  # its lease is these weights'
         except BaseException as error:
             self._give_up(claim, _publisher_failed(error))
             raise
@@ -348,6 +350,7 @@ class Publisher:
         except BrokerError:
             # Evicted meanwhile, or sealed and a lease by now.
             self._withdraw(claim.claim)
+        claim.settle()
 
 
 def _require_builder(given: Callable[[], Publishable], what: str) -> None:
@@ -385,7 +388,7 @@ def _packed(loader: Callable[[], object], description: str) -> ShippedCode:
 
 def _builder_failed(error: BaseException) -> BrokerError:
     """What those who wait are told of an exception of the engine's own code."""
-    sentence = error.sentence if isinstance(error, BrokerError) else str(error)
+    sentence = error.sentence if isinstance(error, BrokerError) else text_of(error)
     said = f"{type(error).__name__}: {sentence}".removesuffix(": ")
     return LoadFailed(f"the engine that built the weights failed: {said}", reason="builder-failed")
 

@@ -220,7 +220,7 @@ def _entries(source: Module | Mapping[str, Tensor]) -> Iterator[_Entry]:
                 f"{type(tensor).__name__}"
             )
         kind = "parameter" if isinstance(tensor, Parameter) else "tensor"
-        yield _entry(name, tensor, kind)
+        yield _entry(str.__str__(name), tensor, kind)  # what travels is text, of no other class
 
 
 def _module_entries(module: Module) -> Iterator[_Entry]:

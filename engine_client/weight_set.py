@@ -17,6 +17,7 @@ from broker.weights import ITEM_BYTES, Manifest, WeightKey, storage_extent
 from engine_client.arguments import check_text, said_of
 from engine_client.deadline import Deadline
 from engine_client.lease import Lease, LeasedMapping
+from engine_client.shielded import shielded
 
 if TYPE_CHECKING:
     import torch
@@ -263,7 +264,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         with self._changing():
             self._check_process_and_lease()
             if not self._lease.is_asleep:
-                put_to_sleep(self._lease)
+                shielded(lambda _show: put_to_sleep(self._lease), Deadline(None))
 
     def wake(self, timeout: float | None = None) -> None:
         """Map the same weights at the same addresses again. Idempotent. Blocks.
@@ -278,14 +279,18 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
                 and to be woken later.
             UsageError: released.
         """
-        from engine_client.sleeping import wake_up
-
         self._lease.check_process()  # a forked child may find the lock held for ever
         with self._changing():
             self._check_process_and_lease()
             if self._lease.is_asleep:
-                wake_up(self._lease, Deadline(timeout))
-                self.set_id = self._lease.granted.set
+                deadline = Deadline(timeout)
+                shielded(lambda _show: self._wake_up(deadline), deadline)
+
+    def _wake_up(self, deadline: Deadline) -> None:
+        from engine_client.sleeping import wake_up
+
+        wake_up(self._lease, deadline)
+        self.set_id = self._lease.granted.set
 
     # --- giving back ----------------------------------------------------------------------
 

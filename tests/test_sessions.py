@@ -22,6 +22,7 @@ from broker.packets import receive_packet
 from broker.sessions import (
     MAX_PASSED,
     MAX_UNSENT_AHEAD,
+    PAUSE_SECONDS,
     SO_PEERPIDFD,
     Passed,
     PeerIdentity,
@@ -228,6 +229,16 @@ def test_end_of_a_peer_whose_descriptors_wait(session: Session) -> None:
     session.turn_until(lambda: session.socket.refused > 1)
     session.engine.close()
     session.turn_until(lambda: bool(session.ends))
+
+
+def test_a_session_that_ends_while_descriptors_wait(session: Session) -> None:
+    """When they would be tried again, it is over."""
+    session.socket.crowded_until = time.monotonic() + 3600
+    session.engine.send(ATTACH)
+    session.turn_until(lambda: session.socket.refused > 0)
+    session.peer.close()
+    over = time.monotonic() + 10 * PAUSE_SECONDS
+    session.turn_until(lambda: time.monotonic() > over)
 
 
 def test_requests_meanwhile(session: Session) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from broker.devices.base import Device
-from broker.errors import LoadFailed, UsageError
+from broker.errors import LoadFailed, UsageError, text_of
 from broker.loader.code import ShippedCode
 from broker.loaders import ShippedWork
 from engine_client.claim import HeldClaim
@@ -69,5 +69,5 @@ def _failed(work: ShippedWork, how: str, reason: str, error: Exception) -> LoadF
     print(trace, file=sys.stderr)
     # ASCII: escaped on its way, an error's fields must not grow beyond what may travel.
     shown = trace.encode("ascii", "backslashreplace")[-MAX_TRACEBACK_BYTES:].decode()
-    said = f"{type(error).__name__}: {error}".removesuffix(": ")
+    said = f"{type(error).__name__}: {text_of(error)}".removesuffix(": ")
     return LoadFailed(f"the loader {work.description} {how} {said}", reason=reason, traceback=shown)

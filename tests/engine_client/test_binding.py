@@ -645,3 +645,13 @@ def test_building_concerns_the_own_thread_only() -> None:
         thread.join()
         assert nn.Linear(1, 1).weight.is_meta
     assert not built[0].weight.is_meta
+
+
+def test_a_parameter_without_elements_after_detaching(make_slab: MakeSlab) -> None:
+    """It gets its gradients back like the others, though it lies nowhere."""
+    module = nn.ParameterDict({"empty": torch.empty(0, 3), "full": torch.ones(2)})
+    tensors = make_slab({"empty": torch.empty(0, 3), "full": torch.ones(2)}).open()
+    binding = bind_module(module, tensors)
+    assert [held.requires_grad for held in module.parameters()] == [False, False]
+    binding.detach()
+    assert [held.requires_grad for held in module.parameters()] == [True, True]

@@ -212,3 +212,17 @@ def test_load_state_dict_looks_as_it_did(binding: Binding) -> None:
     assert "Copy parameters and buffers" in (nn.Module.load_state_dict.__doc__ or "")
     signature = inspect.signature(nn.Module.load_state_dict)
     assert list(signature.parameters) == ["self", "state_dict", "strict", "assign"]
+
+
+def test_addresses_that_are_anybodys_again(
+    binding: Binding, module: TiedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once nothing is mapped there any more, what lies there is not shared."""
+    with WriteGuard(binding), pytest.raises(UsageError):
+        next(module.parameters()).zero_()
+    monkeypatch.setattr("engine_client.guard.is_shared_address", lambda _address: False)
+    private = torch.ones(2)
+    monkeypatch.setattr(binding.tensors, "name_of", lambda _tensor: "a name of before")
+    with WriteGuard(binding):
+        private.zero_()
+    assert not private.any()

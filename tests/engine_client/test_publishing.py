@@ -18,6 +18,7 @@ from broker.errors import Busy, UsageError
 from broker.weights import WeightKey
 from engine_client import EngineClient, WeightSet
 from engine_client.binding import binding_of
+from engine_client.deadline import Deadline
 from engine_client.storages import is_shared_address
 from tests.engine_client.drawn import kinds, mappings, modules, named_tensors
 from tests.engine_client.modules import TiedModel
@@ -273,3 +274,25 @@ def test_parameters_of_a_class_of_their_own_are_published(client: EngineClient) 
     assert model.weight.scale == 0.5
     weights.detach(model)
     weights.release()
+
+
+def test_a_claim_that_is_dropped(client: EngineClient) -> None:
+    """As by an interrupt between two steps: the name is free again, whoever asks."""
+    claim = client._claim(
+        client._own_key("dropped"), None, Deadline(None), fresh=True, what="the right to publish"
+    )
+    with pytest.raises(Busy):
+        client.publish("dropped", {"a": torch.ones(1)})
+    del claim
+    eventually(lambda: not client.status()["sets"], 5, "the end of the claim")
+    client.publish("dropped", {"a": torch.ones(1)}).release()
+
+
+def test_names_of_a_class_of_their_own(client: EngineClient) -> None:
+    """They are text all the same."""
+
+    class Name(str):
+        __slots__ = ()
+
+    with client.publish("named", {Name("a"): torch.ones(1)}) as weights:
+        assert list(weights) == ["a"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from torch.nn import Linear
 from broker.devices.base import DeviceError
 from broker.errors import BrokerLost, InternalError, NotFound, UsageError
 from broker.weights import WeightKey
-from engine_client import Checkpoint, EngineClient, WeightSet
+from engine_client import Checkpoint, EngineClient, WeightSet, sleeping
 from tests.processes.conftest import brokers, private_directory
 from tests.support.clock import eventually
 from tests.support.processes import RIGHT_SECONDS, ROOT, RunningBroker
@@ -385,3 +386,31 @@ def test_the_broker_ended(end: Callable[[RunningBroker], object]) -> None:
             del tensor
             awake.release()
             asleep.release()
+
+
+@pytest.mark.parametrize("what", ["put_to_sleep", "wake_up"])
+def test_an_interrupt_in_the_midst(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """What was begun is done in whole, or not at all, and the weights say which: they can be woken
+    and read afterwards."""
+    weights = client.publish("interrupted", {"a": torch.arange(1000.0)})
+    tensor = weights["a"]
+    if what == "wake_up":
+        weights.sleep()
+    step = getattr(sleeping, what)
+
+    def interrupted(*arguments: Any) -> None:
+        monkeypatch.undo()
+        _thread.interrupt_main()
+        step(*arguments)
+
+    monkeypatch.setattr(sleeping, what, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        weights.sleep() if what == "put_to_sleep" else weights.wake()
+    eventually(lambda: leases(client) == (not weights.is_asleep), RIGHT_SECONDS, "the right lease")
+    weights.wake()
+    assert (weights.is_asleep, leases(client)) == (False, 1)
+    assert tensor.sum() == sum(range(1000))
+    del tensor
+    weights.release()
