@@ -17,9 +17,10 @@ from broker.memfd import sealed_memfd
 from broker.weights import Manifest, encode_manifest
 from engine_client.deadline import Deadline
 from engine_client.delivery import check_descriptors
-from engine_client.descriptors import closed_after
+from engine_client.descriptors import Descriptor, closed_after
 from engine_client.room import told_of_the_limit
 from engine_client.session import Session
+from engine_client.shielded import shielded
 
 ATTACH_SECONDS = 30.0
 REPORT_SECONDS = 0.25
@@ -57,11 +58,23 @@ class HeldClaim:
             Busy: the generation's label has been given meanwhile; the claim is still held.
             RequestTimeout: only with a deadline.
         """
-        with told_of_the_limit("the manifest"):
-            blob = sealed_memfd("weight-broker-manifest", encode_manifest(manifest))
         request = wire.Reserve(
             self.claim, manifest.nbytes, manifest.tensor_count, dtype, quantization
         )
+        limit = deadline or Deadline(None)
+        nbytes, descriptors = shielded(
+            lambda _show: self._reserve(request, encode_manifest(manifest), limit), limit
+        )
+        with closed_after(descriptors):
+            check_descriptors(descriptors, 1, "a claim")
+            yield descriptors[0].fileno(), nbytes
+
+    def _reserve(
+        self, request: wire.Reserve, manifest: bytes, deadline: Deadline
+    ) -> tuple[int, list[Descriptor]]:
+        """The slab's size in bytes, and its descriptor."""
+        with told_of_the_limit("the manifest"):
+            blob = sealed_memfd("weight-broker-manifest", manifest)
         try:
             reserved = self._session.call(
                 "reserve",
@@ -74,9 +87,7 @@ class HeldClaim:
         finally:
             os.close(blob)
         _nbytes, descriptors = self._session.attach(self.claim, Deadline(ATTACH_SECONDS))
-        with closed_after(descriptors):
-            check_descriptors(descriptors, 1, "a claim")
-            yield descriptors[0].fileno(), reserved.nbytes
+        return reserved.nbytes, descriptors
 
     def seal(
         self,

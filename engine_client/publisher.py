@@ -313,12 +313,16 @@ class Publisher:
 
         try:
             granted = self._fill(claim, plan, deadline)
-            held = self._hold(attach(self._session, self._device, granted, deadline))
-            claim.settle()  # its lease is these weights'
+            held = shielded(lambda _show: self._attached(claim, granted, deadline), deadline)
         except BaseException as error:
             self._give_up(claim, _publisher_failed(error))
             raise
         rebind(weights, held)
+        return held
+
+    def _attached(self, claim: HeldClaim, granted: wire.Granted, deadline: Deadline) -> WeightSet:
+        held = self._hold(attach(self._session, self._device, granted, deadline))
+        claim.settle()  # its lease is these weights'
         return held
 
     def _fill(

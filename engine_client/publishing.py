@@ -17,6 +17,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
 from broker.devices.base import Device, DeviceError, DeviceOutOfMemory, free_if_known
+from broker.devices.base import Mapping as Mapped
 from broker.errors import InternalError, OverBudget, UsageError
 from broker.weights import (
     ITEM_BYTES,
@@ -29,7 +30,9 @@ from broker.weights import (
     storage_extent,
 )
 from engine_client.binding import binding_of
+from engine_client.deadline import Deadline
 from engine_client.matching import walk
+from engine_client.shielded import shielded
 from engine_client.storages import SlabStorages, torch_device
 from engine_client.weight_set import WeightSet
 
@@ -117,6 +120,21 @@ def write_publication(
     Raises:
         OverBudget, InternalError: the slab cannot be mapped, or not unmapped.
     """
+    mapping, storages = shielded(
+        lambda _show: _writable(device, descriptor, nbytes), Deadline(None)
+    )
+    try:
+        copy_parts(publication, storages.whole(), report)
+    finally:
+        storages.close()
+    try:
+        mapping.close()  # nothing to do, unless closing the storages could not unmap
+    except DeviceError as error:
+        raise InternalError(f"the slab to publish is still mapped: {error}") from error
+
+
+def _writable(device: Device, descriptor: int, nbytes: int) -> tuple[Mapped, SlabStorages]:
+    """The slab, mapped as long as anybody has its storages."""
     try:
         mapping = device.map(descriptor, nbytes, writable=True)
     except DeviceOutOfMemory as error:
@@ -128,15 +146,8 @@ def write_publication(
         ) from error
     except DeviceError as error:
         raise InternalError(f"the slab to publish into cannot be mapped: {error}") from error
-    storages = SlabStorages(mapping, torch_device(device.properties.platform, device.ordinal))
-    try:
-        copy_parts(publication, storages.whole(), report)
-    finally:
-        storages.close()
-    try:
-        mapping.close()  # nothing to do, unless closing the storages could not unmap
-    except DeviceError as error:
-        raise InternalError(f"the slab to publish is still mapped: {error}") from error
+    whole = torch_device(device.properties.platform, device.ordinal)
+    return mapping, SlabStorages(mapping, whole)
 
 
 def rebind(source: Module | Mapping[str, Tensor], weights: WeightSet) -> None:

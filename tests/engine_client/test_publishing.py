@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
+import gc
 import os
 import threading
 from collections.abc import Mapping
@@ -16,10 +18,13 @@ from torch.nn import Linear, Module, Parameter
 
 from broker.errors import Busy, UsageError
 from broker.weights import WeightKey
-from engine_client import EngineClient, WeightSet
+from engine_client import EngineClient, WeightSet, publishing
 from engine_client.binding import binding_of
+from engine_client.claim import HeldClaim
 from engine_client.deadline import Deadline
+from engine_client.publisher import Publisher
 from engine_client.storages import is_shared_address
+from tests.campaign import kernel
 from tests.engine_client.drawn import kinds, mappings, modules, named_tensors
 from tests.engine_client.modules import TiedModel
 from tests.support.clock import eventually
@@ -296,3 +301,38 @@ def test_names_of_a_class_of_their_own(client: EngineClient) -> None:
 
     with client.publish("named", {Name("a"): torch.ones(1)}) as weights:
         assert list(weights) == ["a"]
+
+
+def held() -> tuple[int, int]:
+    """Descriptors of this process, and its mappings of slabs."""
+    gc.collect()  # what an error's traceback held
+    return kernel.descriptors(os.getpid()), kernel.mapped(os.getpid()).total()
+
+
+@pytest.mark.parametrize(
+    ("where", "step"),
+    [(publishing, "_writable"), (Publisher, "_attached"), (HeldClaim, "_reserve")],
+)
+def test_an_interrupt_leaves_nothing(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch, where: Any, step: str
+) -> None:
+    """Neither a claim nor a mapping or a descriptor, and the name is free at once."""
+    client.publish("before", {"a": torch.ones(1000)}).release()
+    before = held()
+    done = getattr(where, step)
+
+    def interrupted(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        _thread.interrupt_main()
+        return done(*arguments)
+
+    monkeypatch.setattr(where, step, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        client.publish("interrupted", {"a": torch.ones(1000)})
+    eventually(
+        lambda: all(e["state"] == "sealed" and not e["leases"] for e in client.status()["sets"]),
+        5,
+        "the end of what was begun, or was done and is nobody's",
+    )
+    eventually(lambda: held() == before, 5, "the end of every descriptor and mapping")
+    client.publish("interrupted", {"a": torch.ones(1000)}).release()
