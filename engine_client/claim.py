@@ -111,7 +111,7 @@ class HeldClaim:
             "seal", request, wire.Sealed, deadline=deadline, stage="waiting for the seal"
         )
         if not keep:
-            self._finalizer.detach()
+            self.settle()
         return sealed
 
     def settle(self) -> None:
@@ -127,7 +127,7 @@ class HeldClaim:
         """Give up; those who wait are told why, or one of them takes the claim over."""
         request = wire.Abandon(self.claim, error.status, error.to_payload().decode())
         self._session.call("abandon", request, wire.Done, deadline=deadline)
-        self._finalizer.detach()
+        self.settle()
 
     def report(self, stage: str, done: int = 0, total: int = 0) -> None:
         """Tell everybody who waits, in bytes; a stage without an end has none. Does not block."""

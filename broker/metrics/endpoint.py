@@ -144,8 +144,7 @@ class Endpoint:
             answering.start()
         except RuntimeError as error:  # the system has no thread for it
             log_event("metrics-failed", level=logging.ERROR, cause=error)
-            self._open.pop(connection, None)
-            connection.close()
+            self._end(connection)
 
     def _page_or_none(self) -> Page | None:
         try:
