@@ -92,8 +92,11 @@ def test_one_engine(
     assert said.startswith("no broker named 'default' is running")
 
 
-@pytest.mark.parametrize("interrupt", [os.kill, os.killpg], ids=["alone", "with its children"])
-@pytest.mark.parametrize("begun", ["weight-broker ready", "trainer "])
+@pytest.mark.parametrize(
+    ("interrupt", "begun"),
+    [(os.kill, "weight-broker ready"), (os.killpg, "trainer ")],
+    ids=["alone, when the broker is ready", "with its children, in the midst"],
+)
 def test_interrupt(interrupt: Callable[[int, int], None], begun: str) -> None:
     """Ctrl-C ends an example with a word; no process and no file is left."""
     with private_directory() as folder:

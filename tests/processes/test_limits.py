@@ -470,7 +470,7 @@ def test_queued_load_that_nobody_wants(
         tight.let_loader_go()
         assert first.result() == "loaded"
     assert tight.counter("loads_started") == started + 1
-    lines = tight.log.read_text().splitlines()
+    lines = tight.log_lines()
     assert not any("loader-started" in line and f"set={newest} " in line for line in lines)
 
 

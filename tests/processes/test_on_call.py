@@ -54,7 +54,7 @@ def status(node: RunningBroker, capture: Capture) -> str:
 
 def log(node: RunningBroker, event: str, **facts: Any) -> list[dict[str, Any]]:
     """The lines of this event that have these facts; every line is an object."""
-    lines = [json.loads(line) for line in node.log.read_text().splitlines()]
+    lines = [json.loads(line) for line in node.log_lines()]
     return [
         line
         for line in lines
@@ -235,6 +235,6 @@ def test_a_loader_that_has_done_its_work(node: RunningBroker, checkpoint: str) -
 
 def test_every_line_is_an_object(node: RunningBroker) -> None:
     """Whatever has happened until now: time, level and event, and nobody else's line between."""
-    for line in node.log.read_text().splitlines():
+    for line in node.log_lines():
         said = json.loads(line)
         assert list(said)[:3] == ["time", "level", "event"]

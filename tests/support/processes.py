@@ -121,6 +121,11 @@ class RunningBroker:
         pid: int = self.status()["broker"]["pid"]
         return pid
 
+    def log_lines(self) -> list[str]:
+        """The log's whole lines: one that is being written is seen in parts, a page at a time."""
+        whole, _newline, _begun = self.log.read_text().rpartition("\n")
+        return whole.splitlines()
+
     def client(self, **options: Any) -> EngineClient:
         return EngineClient("simulated", directory=self.directory, **options)
 
