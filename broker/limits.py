@@ -82,7 +82,10 @@ class Limits:
         most=_MAX_FRAME_BYTES,
     )
     descriptors: int = _limit(
-        256, "descriptors", "delivered descriptors of one session that wait for their requests"
+        256,
+        "descriptors",
+        "delivered descriptors of one session that wait for their requests; of one process, while "
+        "half of all that the broker may have open is open",
     )
     replies: int = _limit(
         256, "replies", "final replies kept for a peer that does not read, before it is cut off"

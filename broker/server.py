@@ -407,12 +407,16 @@ class Server:
             self._session_ended,
             self._packet_refused,
             self._session_failed,
+            self._delivered_by,
         )
         peer.token, peer.label, peer.since = kept.token, kept.label, kept.since
         peer.is_own = self.access.is_own(identity.uid)
         self.peers[session] = peer
         self.books.introduce(session, peer.who)
         peer.send(wire.Welcome(session, peer.token, self.epoch))
+
+    def _delivered_by(self, pid: int) -> int:
+        return sum(peer.delivered for peer in self.peers.values() if peer.identity.pid == pid)
 
     def note_session(self, session: int) -> None:
         """Something that a successor needs to know of the session has changed."""

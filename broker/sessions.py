@@ -115,6 +115,7 @@ class SessionPeer:
         on_end: end-of-file or the pidfd; called once, with a sentence's end ("it ended …").
         on_refusal: a packet was answered with this error.
         on_mistake: handling a packet of this session has raised what it should not.
+        delivered_by: how many descriptors wait for requests in all sessions of a process.
 
     Attributes:
         label: what the engine calls itself.
@@ -135,6 +136,7 @@ class SessionPeer:
         on_end: Callable[[SessionPeer, str], None],
         on_refusal: Callable[[SessionPeer, BrokerError], None],
         on_mistake: Callable[[Exception, int], None],
+        delivered_by: Callable[[int], int],
     ) -> None:
         self.session = session
         self.identity = identity
@@ -150,6 +152,7 @@ class SessionPeer:
         self._on_end = on_end
         self._on_refusal = on_refusal
         self._on_mistake = on_mistake
+        self._delivered_by = delivered_by
         self._delivered: dict[tuple[bytes, str], int] = {}
         self._refused: dict[tuple[bytes, str], BrokerError] = {}
         self._late: dict[tuple[bytes, str], None] = {}
@@ -425,6 +428,24 @@ class SessionPeer:
         self._delivered[key] = descriptors[0]
         return True
 
+    @property
+    def delivered(self) -> int:
+        """How many descriptors wait for their requests."""
+        return len(self._delivered)
+
+    def _check_share(self) -> None:
+        """Raise `Busy` for a process that has a session's share in several sessions. It may, unless
+        half of all that the broker may have open is open: the rest is for others."""
+        pid = self.identity.pid
+        waiting = self._delivered_by(pid)
+        if waiting >= self._limits.descriptors:
+            raise Busy(
+                f"{waiting} descriptors of process {pid} wait for their requests already, and the "
+                f"broker has few left {self._limits.reached('descriptors')}",
+                limit="descriptors",
+                value=waiting,
+            )
+
     def _check_room(self, descriptor: int | None) -> None:
         """Raise `Busy` if this one is too many; None: so many that the kernel kept it back."""
         if len(self._delivered) >= self._limits.descriptors:
@@ -435,6 +456,8 @@ class SessionPeer:
                 value=len(self._delivered),
             )
         most = descriptor_limit()
+        if descriptor is not None and descriptor >= most // 2:
+            self._check_share()
         if descriptor is None or descriptor >= most - SPARE_DESCRIPTORS:
             raise Busy(
                 f"the broker has no room for another descriptor: it may have {most} open",

@@ -23,7 +23,7 @@ MANIFEST_VERSION = 1
 MAX_METADATA_BYTES = 64 * 1024
 """What a publisher may give along with a set: every engine that maps it reads all of it."""
 
-_INT64_MAX = (1 << 63) - 1
+INT64_MAX = (1 << 63) - 1
 
 ITEM_BYTES: dict[str, int] = {
     "bool": 1,
@@ -259,8 +259,8 @@ def storage_extent(shape: list[int], stride: list[int], item_bytes: int) -> int:
         raise BadRequest(f"shape {shape} and stride {stride} do not describe a tensor")
     # Dimensions of 0 count as 1: torch multiplies the others all the same (TensorImpl.h).
     if (
-        prod(max(n, 1) for n in shape) * item_bytes > _INT64_MAX
-        or max(stride, default=0) > _INT64_MAX
+        prod(max(n, 1) for n in shape) * item_bytes > INT64_MAX
+        or max(stride, default=0) > INT64_MAX
     ):
         raise BadRequest(f"a tensor of shape {shape} and stride {stride} is too large for torch")
     if 0 in shape:

@@ -4,11 +4,16 @@ begins. Imports no torch."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+import msgspec
+
 from broker.errors import UsageError
+from broker.rundir import default_name
+from broker.weights import WeightKey
+from engine_client.dtypes import dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +42,20 @@ def check_text(given: str | None, what: str) -> None:
         raise UsageError(f"{what} must be text, not {said_of(given)}")
 
 
+def broker_of(name: str | None) -> str:
+    """The broker's name, also where none is given. Raise `UsageError` unless it is text, or None.
+
+    Whether it can be one, others say.
+    """
+    check_text(name, "broker")
+    return default_name() if name is None else name
+
+
+def directory_of(given: str | os.PathLike[str] | None) -> Path | None:
+    """Raise `UsageError` unless it can be a path of text, or is None."""
+    return None if given is None else path_of(given, "directory")
+
+
 def path_of(given: str | os.PathLike[str], what: str) -> Path:
     """Raise `UsageError` unless it can be a path of text."""
     try:
@@ -55,6 +74,18 @@ def check_function(given: object, what: str, does: str) -> None:
         raise UsageError(f"{what} must be a function that {does}, not {said_of(given)}")
 
 
+def check_progress(given: object) -> None:
+    """Raise `UsageError` unless it can be called, or is None."""
+    if given is not None:
+        check_function(given, "progress", "takes how far the load is")
+
+
+def check_seconds(given: float) -> None:
+    """Raise `UsageError` unless it is a time that a process may take."""
+    if not (isinstance(given, int | float) and given > 0):
+        raise UsageError(f"seconds must be a number above 0, not {given!r:.40}")
+
+
 def check_layout(given: Mapping[str, int] | None) -> None:
     """Raise `UsageError` unless it names whole numbers, or is None."""
     if given is None:
@@ -66,6 +97,43 @@ def check_layout(given: Mapping[str, int] | None) -> None:
             'layout must give whole numbers by name, {"tp_rank": 0, "tp_size": 2}, not '
             f"{given!r:.100}"
         )
+
+
+def check_texts(given: Iterable[str], what: str, example: str) -> None:
+    """Raise `UsageError` unless it is several texts; one alone would be taken letter by letter."""
+    if (
+        isinstance(given, str | bytes)
+        or not isinstance(given, Collection)
+        or not all(isinstance(text, str) for text in given)
+    ):
+        raise UsageError(f"{what} must be a list of text, {example}, not {given!r:.100}")
+
+
+def check_text_by_name(given: Mapping[str, str] | None, what: str) -> None:
+    """Raise `UsageError` unless it gives texts by texts, or is None."""
+    if given is None:
+        return
+    if not isinstance(given, Mapping) or not all(
+        isinstance(name, str) and isinstance(text, str) for name, text in given.items()
+    ):
+        raise UsageError(f"{what}, text by text, not {given!r:.100}")
+
+
+def checked_key(given: WeightKey) -> WeightKey:
+    """The key, torch's own dtype by its name.
+
+    Raises:
+        UsageError: a field is of a type that cannot be one.
+    """
+    for field in ("device", "name", "checkpoint", "format", "quantization"):
+        if not isinstance(getattr(given, field), str):
+            raise UsageError(
+                f"WeightKey: {field} must be text, not {said_of(getattr(given, field))}"
+            )
+    if not isinstance(given.layout, Mapping):
+        raise UsageError(f"WeightKey: layout must be a dict, not {said_of(given.layout)}")
+    check_layout(given.layout)
+    return msgspec.structs.replace(given, dtype=dtype_name(given.dtype, "WeightKey: dtype"))
 
 
 def said_of(given: object) -> str:

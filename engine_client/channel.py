@@ -40,6 +40,7 @@ from broker.errors import (
     StaleEpoch,
     from_payload,
 )
+from broker.forking import no_fork
 from broker.packets import receive_packet
 from engine_client.calls import Call, send_packet
 from engine_client.descriptors import Descriptor
@@ -57,6 +58,16 @@ CLOSE_SECONDS = 5.0
 """How long `close` waits for the I/O thread, which a user's callback may hold up."""
 _HELLO = b"hello"
 """Request id of the `hello` that resumes a session; others have 8 bytes."""
+
+
+def hang_up(connection: socket.socket) -> None:
+    """End the connection, for a child too that was forked while it was made and has a copy of it.
+
+    Not in a forked child: it would end its parent's.
+    """
+    with contextlib.suppress(OSError):  # the broker was first
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
 class Channel:
@@ -86,7 +97,9 @@ class Channel:
         self._dealer.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         self._monitor = self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._dealer.connect(f"ipc://{router}")
-        self._wake: Descriptor | None = Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        with no_fork:
+            woken_by = Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
+        self._wake: Descriptor | None = woken_by
         self._has_left = threading.Lock()  # held from the first `leave` on
         self._ids = itertools.count(1)
         self._calls: dict[bytes, Call] = {}
@@ -192,7 +205,7 @@ class Channel:
 
     def _wake_up(self) -> None:
         wake = self._wake
-        if wake is not None:
+        if wake is not None and wake.fileno() >= 0:  # in a forked child there is nobody to wake
             os.eventfd_write(wake.fileno(), 1)
 
     def abandon_in_child(self) -> None:
@@ -256,7 +269,7 @@ class Channel:
         self._monitor.close(linger=0)
         self._dealer.close()
         self._context.term()
-        self._connection.close()
+        hang_up(self._connection)
         self._wake = None
 
     def _flush(self) -> str:
@@ -355,16 +368,17 @@ class Channel:
     def _receive_packets(self) -> None:
         while True:
             try:
-                packet, descriptors, truncated = receive_packet(
-                    self._connection, wire.MAX_SESSION_PACKET_BYTES
-                )
+                with no_fork:
+                    packet, descriptors, truncated = receive_packet(
+                        self._connection, wire.MAX_SESSION_PACKET_BYTES
+                    )
+                    owned = [Descriptor(descriptor) for descriptor in descriptors]
             except BlockingIOError:
                 return
             if not packet:
                 self._receive_last_replies()
                 self.finish(BrokerLost("the broker has ended; mapped weights stay readable"))
                 return
-            owned = [Descriptor(descriptor) for descriptor in descriptors]
             self._on_packet(packet, owned, truncated=truncated)
 
     def _receive_last_replies(self) -> None:

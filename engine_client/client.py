@@ -19,16 +19,18 @@ from broker.checkpoints.files import open_checkpoint
 from broker.checkpoints.model_config import config_of
 from broker.closing import Closeable
 from broker.device_names import AUTO
-from broker.errors import BadRequest, BrokerError, RequestTimeout, UsageError
+from broker.errors import BadRequest, BrokerError, NotFound, RequestTimeout, UsageError
 from broker.quantization import check_ipc_quant_support, quantization_config_in
-from broker.rundir import default_name
 from broker.weights import WeightKey
 from engine_client.arguments import (
+    broker_of,
     check_function,
     check_layout,
+    check_progress,
     check_text,
+    checked_key,
     device_name,
-    path_of,
+    directory_of,
 )
 from engine_client.checkpoint import Checkpoint
 from engine_client.deadline import Deadline
@@ -90,10 +92,8 @@ class EngineClient(Operator, Publisher, Closeable):
         timeout: float | None = 10.0,
     ) -> None:
         wanted = AUTO if device is None else device_name(device)
-        check_text(broker, "broker")
         check_text(label, "label")
-        where = None if directory is None else path_of(directory, "directory")
-        name = default_name() if broker is None else broker
+        name, where = broker_of(broker), directory_of(directory)
         platform = check_platform(wanted, name, where).platform
         self._session: Session = connect(
             name,
@@ -177,7 +177,8 @@ class EngineClient(Operator, Publisher, Closeable):
             dtype, layout, format, quantization: demanded of the set; None leaves it open, or to the
                 key, which must not say otherwise.
             generation: the label of the generation demanded.
-            timeout: seconds for everything; None: as long as it takes and the broker lives.
+            timeout: seconds for everything, and a moment (2 s at most) to withdraw the request from
+                a broker that is slow to confirm it; None: as long as it takes and the broker lives.
             copy: give private, writable tensors and hold no lease afterwards: for an engine that
                 must write to its weights.
             progress: called in this thread with the load's progress, at most 4 times a second;
@@ -203,8 +204,7 @@ class EngineClient(Operator, Publisher, Closeable):
         ):
             check_text(text, what)
         check_layout(layout)
-        if progress is not None:
-            check_function(progress, "progress", "takes how far the load is")
+        check_progress(progress)
         demand = wire.Demand(
             device=self._device.properties.uuid,
             dtype=None if dtype is None else dtype_name(dtype),
@@ -231,7 +231,7 @@ class EngineClient(Operator, Publisher, Closeable):
         if isinstance(weights, Checkpoint):
             return self._acquire_checkpoint(weights, demand, deadline, progress)
         if isinstance(weights, WeightKey):
-            demand = _demand_of(weights, demand)
+            demand = _demand_of(checked_key(weights), demand)
         elif isinstance(weights, str):
             if _is_path(weights):
                 raise BadRequest(f"{weights!r} is no name; a folder is acquire(Checkpoint(path))")
@@ -242,8 +242,18 @@ class EngineClient(Operator, Publisher, Closeable):
                 f"not {type(weights).__name__}"
             )
         what = demand.name or demand.checkpoint or "weights"
-        with shown(progress, what) as show:
-            return shielded(partial(self._acquire, demand, None, None, deadline), deadline, show)
+        acquire = partial(self._acquire, demand, None, None, deadline)
+        try:
+            with shown(progress, what) as show:
+                return shielded(acquire, deadline, show)
+        except NotFound as error:
+            if isinstance(weights, str) and Path(weights).exists():
+                raise NotFound(
+                    f"{error.sentence}; the checkpoint in {weights!r} is "
+                    f"acquire(Checkpoint({weights!r}))",
+                    **error.fields,
+                ) from error
+            raise
 
     def _acquire_checkpoint(
         self,

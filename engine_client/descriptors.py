@@ -1,8 +1,9 @@
-"""Descriptors that are closed when nobody needs them any more."""
+"""Descriptors that are closed when nobody needs them any more, and in a forked child at once."""
 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -12,18 +13,24 @@ class Descriptor:
 
     An interrupt may come between any two steps of the main thread, so that no step may have to be
     taken for a descriptor to be closed. Whoever uses the number keeps the object meanwhile.
+
+    In a forked child it is closed from the start: what it leads to may be memory, which would stay
+    in use as long as the child lives. Whoever opens one holds `no_fork` until it is owned.
     """
 
     def __init__(self, number: int) -> None:
         self._number = number
+        _owned[number] = weakref.ref(self)
 
     def fileno(self) -> int:
+        """The number; -1 if it is closed."""
         return self._number
 
     def close(self) -> None:
         """Close it now; nobody may be using it. Idempotent."""
         number, self._number = self._number, -1
         if number >= 0:
+            _owned.pop(number, None)
             os.close(number)
 
     def __del__(self) -> None:
@@ -38,3 +45,20 @@ def closed_after(descriptors: Iterable[Descriptor]) -> Iterator[None]:
     finally:
         for descriptor in descriptors:
             descriptor.close()
+
+
+_owned: dict[int, weakref.ref[Descriptor]] = {}
+
+
+def _after_fork_in_child() -> None:
+    """Whoever would close them is a thread of the parent's, or a frame that nobody returns to."""
+    for number, owner in list(_owned.items()):
+        descriptor = owner()
+        if descriptor is not None:
+            descriptor.close()
+        else:  # it was about to be closed
+            os.close(number)
+    _owned.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def dtype_name(given: Dtype, what: str = "dtype") -> str:
-    """The name, "bfloat16" of `torch.bfloat16` too; whether there is such a dtype, others say.
+    """The name, "bfloat16" of `torch.bfloat16` and of its text; whether there is such a dtype,
+    others say.
 
     Args:
         what: what messages call it.
@@ -22,7 +23,7 @@ def dtype_name(given: Dtype, what: str = "dtype") -> str:
         UsageError: it is neither.
     """
     if isinstance(given, str):
-        return given
+        return given.removeprefix("torch.")
     kind = type(given)
     if (kind.__module__, kind.__name__) == ("torch", "dtype"):
         return str(given).removeprefix("torch.")

@@ -22,7 +22,8 @@ class Misfits:
         missing_buffers: persistent buffers that are not stored.
         mismatched: name → {"module": …, "stored": …} for another dtype or shape.
         ties: stored names of one tied parameter whose bytes differ.
-        on_meta: buffers that are not stored and have no values either.
+        on_meta: what is to keep its own values and has none: buffers that are not stored, and
+            whatever `names` gives nothing to.
         unexpected: stored names that the module has no place for.
     """
 
@@ -77,7 +78,7 @@ class Misfits:
             _listed(
                 "tied in the module but stored with different bytes", map(" and ".join, self.ties)
             ),
-            _listed("not stored and without values (buffers on meta)", self.on_meta),
+            _listed("to keep their own values and without any (on meta)", self.on_meta),
         ]
 
     def _advice(self) -> str:
@@ -88,7 +89,10 @@ class Misfits:
         if self.ties:
             return "Build the module with the tie switched off (tie_word_embeddings) or repair one."
         if self.on_meta:
-            return "Build the module within parameters_on_meta(), which keeps buffers real."
+            return (
+                "Build the module within parameters_on_meta(), which keeps buffers real; where "
+                "`names` is given, it has to have every parameter on meta."
+            )
         return "Name what may stay unused with ignore=[...] (shell patterns)."
 
     def _reason(self) -> str:

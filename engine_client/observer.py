@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 from broker import wire
@@ -14,10 +14,9 @@ from broker.checkpoints.files import open_checkpoint
 from broker.checkpoints.model_config import config_of
 from broker.closing import Closeable
 from broker.device_names import SIMULATED_UUID, is_simulated
-from broker.errors import BadRequest, BrokerLost, RequestTimeout, StaleEpoch
+from broker.errors import BadRequest, BrokerLost, RequestTimeout, StaleEpoch, UsageError
 from broker.quantization import check_ipc_quant_support, quantization_config_in
-from broker.rundir import default_name
-from engine_client.arguments import check_text
+from engine_client.arguments import broker_of, check_text, directory_of, path_of, said_of
 from engine_client.deadline import Deadline
 from engine_client.progress import shown
 from engine_client.session import Session, connect
@@ -118,17 +117,19 @@ class Observer(Operator, Closeable):
 
     Raises:
         BrokerNotFound: nobody listens; the sentence lists every path tried.
+        UsageError: an argument is of a type that cannot be used.
     """
 
-    def __init__(self, name: str | None = None, directory: Path | None = None) -> None:
-        name = default_name() if name is None else name
-        self._session = connect(name, directory, platform=wire.NO_PLATFORM)
+    def __init__(
+        self, name: str | None = None, directory: str | os.PathLike[str] | None = None
+    ) -> None:
+        self._session = connect(broker_of(name), directory_of(directory), platform=wire.NO_PLATFORM)
         self._lost = threading.Event()
         self._session.on_lost(self._lost.set)
 
     def publish_checkpoint(
         self,
-        path: str,
+        path: str | os.PathLike[str],
         name: str,
         *,
         generation: str | None = None,
@@ -145,8 +146,14 @@ class Observer(Operator, Closeable):
         Raises:
             BadRequest: several devices are served, and none was named.
             Mismatch: the label is another content's, or this content has another label.
+            UsageError: an argument is of a type that cannot be used.
             NotFound, LoadFailed, UnsupportedQuantForIPCError, OverBudget, BrokerLost: as `acquire`.
         """
+        path_of(path, "publish: the checkpoint")
+        if not isinstance(name, str):
+            raise UsageError(f"publish: the name must be text, not {said_of(name)}")
+        check_text(generation, "publish: generation")
+        check_text(device, "publish: device")
         served = self._session.devices
         if device is None and len(served) != 1:
             raise BadRequest(f"this broker serves {', '.join(served)}: say on which with --device")

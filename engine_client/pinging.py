@@ -5,6 +5,7 @@ For probes, which ask every few seconds for as long as the broker lives.
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import zmq
 from broker import wire
 from broker.credentials import trusted_group
 from broker.errors import InternalError, RequestTimeout, from_payload
-from broker.rundir import DEFAULT_NAME, broker_not_found, find_brokers
+from broker.rundir import broker_not_found, find_brokers
+from engine_client.arguments import broker_of, directory_of
 from engine_client.deadline import Deadline
 from engine_client.room import PING_DESCRIPTORS, check_room
 
@@ -21,23 +23,30 @@ ANSWER_SECONDS = 5.0
 
 
 def ping_broker(
-    name: str = DEFAULT_NAME, directory: Path | None = None, timeout: float = ANSWER_SECONDS
+    name: str | None = None,
+    directory: str | os.PathLike[str] | None = None,
+    timeout: float = ANSWER_SECONDS,
 ) -> wire.Pong:
     """Ask a broker whether its loop turns. Blocks up to `timeout` seconds.
+
+    Args:
+        name, directory: as `broker` and `directory` of `EngineClient`.
 
     Raises:
         BrokerNotFound: nobody listens; the sentence lists every path tried.
         RequestTimeout: somebody listens and does not answer.
         BadRequest: a directory is not private, or the name is not one.
-        UsageError: this process may not open enough files (RLIMIT_NOFILE).
+        UsageError: this process may not open enough files (RLIMIT_NOFILE), or an argument is of a
+            type that cannot be used.
     """
     tried = []
     check_room(PING_DESCRIPTORS, "a ping")
-    for paths in find_brokers(name, directory, group=trusted_group()):
+    broker, where = broker_of(name), directory_of(directory)
+    for paths in find_brokers(broker, where, group=trusted_group()):
         if _is_listened_to(paths.zmq):
             return _ping(paths.zmq, timeout)
         tried.append((paths.zmq, "nobody listens there any more"))
-    raise broker_not_found(name, tried, directory)
+    raise broker_not_found(broker, tried, where)
 
 
 def _is_listened_to(path: Path) -> bool:

@@ -26,7 +26,14 @@ from broker.errors import (
 from broker.loader.code import ShippedCode
 from broker.memfd import sealed_memfd
 from broker.weights import WeightKey
-from engine_client.arguments import check_function, check_text, said_of
+from engine_client.arguments import (
+    check_function,
+    check_progress,
+    check_seconds,
+    check_text,
+    checked_key,
+    said_of,
+)
 from engine_client.claim import HeldClaim
 from engine_client.deadline import Deadline
 from engine_client.lease import Lease, attach
@@ -85,8 +92,8 @@ class Publisher:
         its own. Older generations are freed with their last lease.
 
         Args:
-            key: or just a name, for a key of nothing else. dtype is filled in; device is this
-                client's.
+            key: or just a name, for a key of it whose format is "published" (a WeightKey's own is
+                "hf" where none is given: another key). dtype is filled in; device is this client's.
             weights: a module, or named tensors, on any device.
             generation: a label that nobody has given yet; None: the next number.
             metadata: small and msgpack-able; `weights.metadata` of everybody who maps the set. It
@@ -105,7 +112,7 @@ class Publisher:
         """
         check_text(generation, "generation")
         own, deadline = self._own_key(key), Deadline(timeout)
-        publication = _plan(weights, metadata)  # a mistake in it concerns nobody else
+        publication = _plan(own, weights, metadata)  # a mistake in it concerns nobody else
         what = "the right to publish"
         claim = self._claim(own, generation, deadline, fresh=True, what=what)
         if isinstance(claim, WeightSet):
@@ -140,13 +147,14 @@ class Publisher:
                 None: a line on the terminal, if standard error is one.
 
         Raises:
-            UsageError: `build` is no function.
+            UsageError: `build` is no function, or an argument is of a type that cannot be used.
             RequestTimeout: names the stage; nothing is left at the broker.
             LoadFailed: the last engine that was willing to build failed; its cause.
             What `build` raises, in the engine that ran it, and the errors of `publish`.
         """
         check_text(generation, "generation")
         _require_builder(build, "build")
+        check_progress(progress)
         own, deadline = self._own_key(key), Deadline(timeout)
         with shown(progress, own.name or own.checkpoint) as show:
             return self._get_or_publish(own, build, generation, metadata, deadline, show)
@@ -170,7 +178,7 @@ class Publisher:
             if built is None:
                 built = self._build(claim, build)
             try:
-                plan = partial(_plan, built, metadata)
+                plan = partial(_plan, own, built, metadata)
                 return self._write(claim, built, plan, Deadline(None))
             except StaleEpoch:
                 tries += 1
@@ -200,19 +208,27 @@ class Publisher:
         refers to by module name is imported from this process's import path. The broker itself
         never opens it.
 
+        A loader that has begun goes on although nobody waits any more: what it makes is for whoever
+        asks next, and `evict` (by the key's name) ends it.
+
         Args:
             loader: called without arguments; returns a module or named tensors.
             seconds: the loader process is ended when it has not finished by then.
             timeout: seconds that this engine waits; None: as long as the loader runs.
+            progress: called in this thread with what the loader reports, at most 4 times a second;
+                None: a line on the terminal, if standard error is one.
 
         Raises:
             BadRequest: the broker runs no such loaders (`serve --allow-loaders`).
             LoadFailed: it raised (`traceback`), exited, crashed, was killed, or took too long; the
                 sentence and `reason` say which, `last_words` is the end of what it printed.
-            UsageError: it is no function, or cloudpickle cannot pack it.
+            UsageError: it is no function, cloudpickle cannot pack it, or an argument is of a type
+                that cannot be used.
             RequestTimeout, OverBudget, BrokerLost.
         """
         _require_builder(loader, "loader")
+        check_progress(progress)
+        check_seconds(seconds)
         own, deadline = self._own_key(key), Deadline(timeout)
         description = _describe(loader)
         code = wire.encode(_packed(loader, description))
@@ -260,7 +276,7 @@ class Publisher:
             raise UsageError(f"the key must be a name or a WeightKey, not {said_of(key)}")
         if key.device not in ("", uuid):
             raise BadRequest(f"the key is for device {key.device}, this client is on {uuid}")
-        return msgspec.structs.replace(key, device=uuid)
+        return msgspec.structs.replace(checked_key(key), device=uuid)
 
     def _claim(
         self,
@@ -366,10 +382,16 @@ def _require_builder(given: Callable[[], Publishable], what: str) -> None:
     check_function(given, what, does)
 
 
-def _plan(weights: Publishable, metadata: Mapping[str, Any] | None) -> Publication:
+def _plan(key: WeightKey, weights: Publishable, metadata: Mapping[str, Any] | None) -> Publication:
     from engine_client.publishing import plan_publication
 
-    return plan_publication(weights, metadata)
+    plan = plan_publication(weights, metadata)
+    if key.dtype not in ("", plan.dtype):
+        raise UsageError(
+            f"the key says dtype {key.dtype!r} and the weights are {plan.dtype!r}: convert them, "
+            "or leave it out of the key"
+        )
+    return plan
 
 
 def _describe(loader: Callable[[], object]) -> str:

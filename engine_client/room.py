@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from broker.errors import UsageError
+from broker.forking import no_fork
 from engine_client.deadline import Deadline
 from engine_client.descriptors import Descriptor, closed_after
 from engine_client.progress import Show
@@ -33,7 +34,8 @@ def _open_and_close(number: int, _show: Show) -> None:
     opened: list[Descriptor] = []
     with closed_after(opened):
         for _ in range(number):
-            opened.append(Descriptor(os.eventfd(0, os.EFD_CLOEXEC)))  # noqa: PERF401 - to be closed
+            with no_fork:
+                opened.append(Descriptor(os.eventfd(0, os.EFD_CLOEXEC)))
 
 
 @contextmanager

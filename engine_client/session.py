@@ -11,6 +11,7 @@ import os
 import queue
 import socket
 import struct
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -39,9 +40,10 @@ from broker.errors import (
     UsageError,
     from_payload,
 )
+from broker.forking import no_fork
 from broker.rundir import broker_not_found, find_brokers
 from engine_client.calls import Call
-from engine_client.channel import Channel
+from engine_client.channel import Channel, hang_up
 from engine_client.deadline import Deadline
 from engine_client.descriptors import Descriptor, closed_after
 from engine_client.listeners import Listeners
@@ -193,8 +195,8 @@ class Session:
 
         It reaches the broker all the same, also one whose server is being replaced.
         """
-        if self.is_inherited:
-            return
+        if self.is_inherited or sys.is_finalizing():
+            return  # the session ends with its process, and whatever this would tell with it
         call = self._request(operation, message, None)
         call.arrived = None
         try:
@@ -262,7 +264,7 @@ class Session:
         call = Call(frames=[request, b"", operation.encode(), payload])
         if deliver is not None:
             call.packet = wire.encode(wire.Deliver(request, deliver[0]))
-            with told_of_the_limit(f"the request {operation}"):
+            with told_of_the_limit(f"the request {operation}"), no_fork:
                 call.descriptor = Descriptor(os.dup(deliver[1]))
         return call
 
@@ -293,6 +295,7 @@ class Session:
                 "this client was made before a fork, in the parent process; a forked child must "
                 "make its own"
             )
+        check_interpreter()
 
     # --- end ------------------------------------------------------------------------------
 
@@ -356,6 +359,7 @@ def connect(
     deadline = Deadline(timeout)
 
     def connect_in_time(_show: Show) -> Session:
+        check_interpreter()
         check_room(CLIENT_DESCRIPTORS, "a client")
         return _connect(name, directory, platform, label, deadline)
 
@@ -386,13 +390,13 @@ def _connect_once(
             connection.connect(str(paths.session))
             _check_listener(connection, paths.session, own_access(group))
         except (FileNotFoundError, ConnectionRefusedError):
-            connection.close()
+            hang_up(connection)
             tried.append((paths.session, "nobody listens there any more"))
         except BlockingIOError:
-            connection.close()
+            hang_up(connection)
             raise deadline.expired("connecting: the broker accepts nobody") from None
         except BaseException:
-            connection.close()
+            hang_up(connection)
             raise
         else:
             return Session(connection, paths.zmq, platform=platform, label=label, timeout=deadline)
@@ -418,6 +422,15 @@ def _limit_waiting(connection: socket.socket, timeout: float | None) -> None:
         seconds, fraction = divmod(max(timeout, 0.001), 1)
         limit = struct.pack("ll", int(seconds), int(fraction * 1e6))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+def check_interpreter() -> None:
+    """Raise `UsageError` where no other thread runs any more: it would be waited for for ever."""
+    if sys.is_finalizing():
+        raise UsageError(
+            "the interpreter is ending, and nothing can be asked of the broker any more: call it "
+            "before, at the latest in a function that atexit calls; leases go back by themselves"
+        )
 
 
 def decoded(kind: type[T], payload: bytes) -> T:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import _thread
 import os
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -33,13 +34,13 @@ def shielded(work: Callable[[Show], T], deadline: Deadline, show: Show | None = 
 
     Args:
         work: called once with what it may tell its progress to; in this thread unless that is the
-            main thread, and holding no lock that this thread holds. It may be dropped with what it
-            returned.
+            main thread, and holding no lock that this thread holds; in this one too while the
+            interpreter ends, when no other runs any more. It may be dropped with what it returned.
         deadline: what the work waits under; an interrupt ends it, and with it the waiting.
         show: called in this thread with the progress; what it raises interrupts.
     """
     told: Show = show or _ignore
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or sys.is_finalizing():
         return work(told)
     running = _Work(work)
     try:

@@ -7,7 +7,7 @@ which maps the very same bytes at the very same addresses or raises.
 from __future__ import annotations
 
 from broker import wire
-from broker.errors import BrokerError, Mismatch, NotFound
+from broker.errors import BrokerError, Mismatch, NotFound, RequestTimeout
 from engine_client.deadline import Deadline
 from engine_client.lease import Lease, receive_set
 
@@ -28,10 +28,11 @@ def put_to_sleep(lease: Lease) -> None:
     release = wire.Release(lease.granted.lease)
     try:
         session.call("release", release, wire.Done, deadline=Deadline(ANSWER_SECONDS))
+    except RequestTimeout:
+        # Too busy to confirm, or about to be replaced by a server that has not heard of it.
+        session.notify("release", release)
     except BrokerError:
-        # A broker too busy to confirm has the request and carries it out; one that is gone holds
-        # no lease.
-        return
+        return  # a broker that is gone holds no lease
     except BaseException:  # an interrupt, perhaps before it was said
         session.notify("release", release)
         raise

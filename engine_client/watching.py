@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from broker import wire
 from broker.closing import Closeable
-from broker.errors import BrokerError, RequestTimeout, UsageError
+from broker.errors import RequestTimeout, UsageError
 from engine_client.deadline import Deadline
 from engine_client.session import Session
 
@@ -49,53 +51,54 @@ WatchEvent: TypeAlias = NewGeneration | Evicted | BrokerStopping
 
 
 class Watches:
-    """All watches of one client. Usable from several threads."""
+    """All watches of one client. Usable from several threads, and from a signal's handler.
+
+    No lock: a handler that closes a watch may have interrupted this very thread in the midst of
+    opening one, and a watch that is dropped closes wherever that is noticed. Whoever has changed
+    what is watched tells the broker, and again if it has changed meanwhile.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._lock = threading.Lock()
-        # Replaced, never changed: the I/O thread reads it while another waits under the lock.
-        self._open: tuple[Watch, ...] = ()
-        self._is_listening = False
+        self._open: dict[int, weakref.ref[Watch]] = {}
+        self._numbers = itertools.count()
+        self._is_listening = threading.Lock()  # held from the first watch on
 
     def open(self, name: str) -> Watch:
         """Raises `Busy` if the session watches too many names, `BrokerLost`, `RequestTimeout`."""
-        watch = Watch(name, self)
-        with self._lock:
-            if not self._is_listening:
-                self._session.on_event(self._on_event)
-                self._session.on_lost(self._on_lost)
-                self._is_listening = True
-            self._open = (*self._open, watch)  # first: what comes at once is not missed
-            try:
-                self._tell("watch", wire.Watch(name))
-            except BaseException:
-                self._forget(watch)
-                raise
+        number = next(self._numbers)
+        watch = Watch(name, self, number)
+        if self._is_listening.acquire(blocking=False):
+            self._session.on_lost(self._on_lost)
+            self._session.on_event(self._on_event)
+        self._open[number] = weakref.ref(watch)  # first: what comes at once is not missed
+        try:
+            deadline = Deadline(ANSWER_SECONDS)
+            self._session.call("watch", wire.Watch(name), wire.Done, deadline=deadline)
+        except BaseException:
+            self.forget(number, name)
+            raise
         return watch
 
-    def close(self, watch: Watch) -> None:
+    def forget(self, number: int, name: str) -> None:
         """No more events for this watch; none of its name if it was the last. Idempotent.
 
-        In a forked child it does nothing: the watch is the parent's.
+        Waits for nobody. In a forked child it does nothing: the watch is the parent's.
         """
-        if self._session.is_inherited:
+        if self._session.is_inherited or self._open.pop(number, None) is None:
             return
-        with self._lock:
-            if watch not in self._open:
+        is_watched = self._is_watched(name)
+        while not is_watched and self._session.is_usable:
+            self._session.notify("unwatch", wire.Unwatch(name))
+            is_watched = self._is_watched(name)
+            if not is_watched:
                 return
-            self._forget(watch)
-            is_last = all(other.name != watch.name for other in self._open)
-            if not is_last or not self._session.is_usable:
-                return
-            try:
-                self._tell("unwatch", wire.Unwatch(watch.name))
-            except BrokerError:
-                return  # the broker is gone, and its watches with it
+            self._session.notify("watch", wire.Watch(name))  # opened meanwhile, perhaps just before
+            is_watched = self._is_watched(name)
 
     def end(self) -> None:
         """The client is closing: who waits for an event is told that there is none. Never waits."""
-        for watch in self._open:
+        for watch in self._watches():
             watch.end()
 
     def check_process(self) -> None:
@@ -106,22 +109,23 @@ class Watches:
                 "make a client and a watch of its own"
             )
 
-    def _forget(self, watch: Watch) -> None:
-        self._open = tuple(other for other in self._open if other is not watch)
+    def _watches(self) -> list[Watch]:
+        watches = (reference() for reference in self._open.copy().values())
+        return [watch for watch in watches if watch is not None]
 
-    def _tell(self, operation: str, message: wire.Message) -> None:
-        self._session.call(operation, message, wire.Done, deadline=Deadline(ANSWER_SECONDS))
+    def _is_watched(self, name: str) -> bool:
+        return any(watch.name == name for watch in self._watches())
 
     def _on_event(self, event: wire.Event) -> None:
         typed = _typed(event)
         if typed is None:
             return
-        for watch in self._open:
+        for watch in self._watches():
             if isinstance(typed, BrokerStopping) or watch.name in ("", typed.name):
                 watch.put(typed)
 
     def _on_lost(self) -> None:
-        for watch in self._open:
+        for watch in self._watches():
             watch.put(BrokerStopping("the broker is gone"))
 
 
@@ -130,12 +134,15 @@ class Watch(Closeable):
 
     Events are hints: an engine that does not read for long misses some (the oldest beyond
     `MAX_UNREAD`), so what counts is what `acquire` then says. Ends after `BrokerStopping`, and when
-    it or its client is closed. Usable from one thread at a time; `close` from any.
+    it or its client is closed or it is dropped. Usable from one thread at a time; `close` from any,
+    and from a signal's handler.
     """
 
-    def __init__(self, name: str, watches: Watches) -> None:
+    def __init__(self, name: str, watches: Watches, number: int) -> None:
         self.name = name
         self._watches = watches
+        self._forget = weakref.finalize(self, watches.forget, number, name)
+        self._forget.atexit = False
         self._events: queue.SimpleQueue[WatchEvent | None] = queue.SimpleQueue()
         self._ended = False
 
@@ -177,7 +184,7 @@ class Watch(Closeable):
 
     def close(self) -> None:
         """Stop watching; whoever waits in `next` is told. Idempotent."""
-        self._watches.close(self)
+        self._forget()
         self.end()
 
     def end(self) -> None:

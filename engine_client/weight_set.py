@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from broker.errors import UsageError
 from broker.weights import ITEM_BYTES, Manifest, WeightKey, storage_extent
-from engine_client.arguments import check_text, said_of
+from engine_client.arguments import check_text, check_text_by_name, check_texts, said_of
 from engine_client.deadline import Deadline
 from engine_client.lease import Lease, LeasedMapping
 from engine_client.shielded import shielded
@@ -123,6 +123,11 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
             InternalError: the device failed.
         """
         self._check_held()
+        if not (isinstance(offset, int) and isinstance(nbytes, int)):
+            raise UsageError(
+                f"read: offset and size must be whole numbers, not {said_of(offset)} and "
+                f"{said_of(nbytes)}"
+            )
         return self._lease.read(offset, nbytes)
 
     def _check_readable(self) -> None:
@@ -165,11 +170,10 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         from engine_client.binding import bind_module
 
         check_text(prefix, "bind: prefix")
-        if names is not None and not isinstance(names, Mapping):
-            raise UsageError(
-                "bind: names must give the stored name of each place by the module's, not "
-                f"{said_of(names)}"
-            )
+        check_texts(ignore, "bind: ignore", '["lm_head.*"]')
+        check_text_by_name(
+            names, "bind: names must give the stored name of each place by the module's"
+        )
         return bind_module(
             module, self._tensors(), ignore=ignore, prefix=prefix, names=names, guard=guard
         )

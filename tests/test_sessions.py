@@ -93,6 +93,7 @@ class Session:
         self.counts: list[int] = []
         """Of the descriptors with each packet that the engine has read."""
         self.ends: list[str] = []
+        self.delivered_by_process = 0
         self.peer = SessionPeer(
             self.loop,
             1,
@@ -104,6 +105,7 @@ class Session:
             lambda _peer, how: self.ends.append(how),
             lambda _peer, _error: None,
             _fail,
+            lambda _pid: self.delivered_by_process,
         )
 
     def turn_until(self, condition: Callable[[], bool], seconds: float = 5.0) -> None:
@@ -176,6 +178,22 @@ def test_answers_that_wait_keep_no_descriptors(session: Session) -> None:
     assert descriptors(os.getpid()) == before
     session.turn_until(lambda: session.read() == MAX_UNSENT_AHEAD)
     assert session.counts == [1] * MAX_UNSENT_AHEAD
+
+
+def test_one_process_in_many_sessions(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While many descriptors are open a process gets no more than a session's share of them."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", 0))]
+
+    def deliver(request: bytes) -> None:
+        session.engine.sendmsg([wire.encode(wire.Deliver(request, "source"))], rights)
+
+    session.delivered_by_process = DEFAULTS.descriptors
+    deliver(b"1")
+    os.close(session.peer.take(b"1", "source"))
+    monkeypatch.setattr("broker.sessions.descriptor_limit", lambda: 2)
+    deliver(b"2")
+    with pytest.raises(Busy, match=r"^256 descriptors of process 1 wait for their requests alread"):
+        session.peer.take(b"2", "source")
 
 
 def test_descriptors_that_are_not_read_yet(session: Session, passed: Passed) -> None:

@@ -40,7 +40,7 @@ INDEX_FILE = "model.safetensors.index.json"
 INDEX_SUFFIX = ".index.json"
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 _VARIANT = re.compile(r"model\..+\.safetensors")
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(?<!\.json)(?<!\.safetensors)")
 _NAMES_SHOWN = 8
 _NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from broker.checkpoints.choice import choose_tensors
 from broker.checkpoints.dtypes import plan_conversion
-from broker.checkpoints.faults import told_of
+from broker.checkpoints.faults import load_failed, quoted, told_of
 from broker.checkpoints.files import WeightFiles, open_regular, require_shards, weight_files
 from broker.checkpoints.header import StoredTensor, header_digest, read_header
 from broker.checkpoints.index import read_index_bytes
@@ -25,7 +26,14 @@ from broker.checkpoints.pieces import Layout, Piece, cut_pieces, in_file, lay_ou
 from broker.checkpoints.second_opinion import require_library_agrees
 from broker.checkpoints.stability import changed, settled_status, stamp
 from broker.checkpoints.ties import find_ties
-from broker.weights import AliasGroup, Manifest, TensorGroup, contiguous_stride
+from broker.weights import (
+    INT64_MAX,
+    ITEM_BYTES,
+    AliasGroup,
+    Manifest,
+    TensorGroup,
+    contiguous_stride,
+)
 from broker.wire import Conversion, FileStamp
 
 LARGEST_SECOND_OPINION = 4 << 20
@@ -159,6 +167,7 @@ def _plan(
     copied = [[t for t in tensors if t.nbytes and t.name not in ties] for tensors in chosen]
     empty = [t for tensors in chosen for t in tensors if not t.nbytes]
     shared = [(t, ties[t.name]) for tensors in chosen for t in tensors if t.name in ties]
+    _require_possible(shards, chosen)
     layout = lay_out(copied)
     return CheckpointPlan(
         path=path,
@@ -173,6 +182,23 @@ def _plan(
         empty=empty,
         shared=shared,
     )
+
+
+def _require_possible(shards: list[FileStamp], chosen: list[list[StoredTensor]]) -> None:
+    """Refuse an empty tensor whose other dimensions, which no file's size bounds, are more bytes
+    than torch can count, be it only in the dtype that it is converted to."""
+    for shard, tensors in zip(shards, chosen, strict=True):
+        for tensor in tensors:
+            nbytes = prod(n or 1 for n in tensor.shape) * ITEM_BYTES[tensor.dtype]
+            if not tensor.nbytes and nbytes > INT64_MAX:
+                what = f"tensor {quoted(tensor.name)} in {quoted(shard.name)}"
+                raise load_failed(
+                    "bad_shape",
+                    f"{what} is empty, but its other dimensions exceed 2**63 - 1 bytes as "
+                    f"{tensor.dtype}; write the file again with smaller ones",
+                    file=shard.name,
+                    tensor=tensor.name,
+                )
 
 
 def _manifest(

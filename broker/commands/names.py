@@ -52,7 +52,7 @@ def list_names(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(rows, indent=2))
     elif rows:
-        cells = [tuple(str(cell) for cell in row.values()) for row in rows]
+        cells = [tuple(_shown(cell) for cell in row.values()) for row in rows]
         print("\n".join(table(tuple(key.upper() for key in rows[0]), cells)))
     else:
         print("no weights have a name here; `status` shows those without", file=sys.stderr)
@@ -60,7 +60,10 @@ def list_names(options: argparse.Namespace) -> int:
 
 
 def generations_in(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every generation of every name in a status, oldest set first; also those being written."""
+    """Every generation of every name in a status, oldest set first; also those being written.
+
+    Layout and format tell lines of one name apart.
+    """
     rows = []
     for entry in report["sets"]:
         names = entry["names"] or {entry["key"]["name"]: "-"}
@@ -77,9 +80,18 @@ def generations_in(report: dict[str, Any]) -> list[dict[str, Any]]:
                         "bytes": entry["nbytes"],
                         "leases": len(entry["leases"]),
                         "dtype": entry["key"]["dtype"] or "-",
+                        "layout": entry["key"]["layout"],
+                        "format": entry["key"]["format"],
                     }
                 )
     return sorted(rows, key=lambda row: (row["name"], row["set"]))
+
+
+def _shown(cell: object) -> str:
+    """A layout as `tp_rank=0,tp_size=2`."""
+    if not isinstance(cell, dict):
+        return str(cell)
+    return ",".join(f"{name}={size}" for name, size in sorted(cell.items())) or "-"
 
 
 def publish_checkpoint(options: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from broker.errors import Mismatch
 from broker.weights import WeightKey
 from broker.wire import Demand
 
+_LOADED_FORMAT = WeightKey(device="").format
 _FIELDS = ("device", "checkpoint", "dtype", "layout", "format", "quantization")
 
 
@@ -55,7 +56,7 @@ def mismatch(demand: Demand, record: WeightSet) -> Mismatch | None:
     said = _said(fields, "resident")
     what = f"set {record.id}" + (f" ({', '.join(record.names)})" if record.names else "")
     return Mismatch(
-        f"the resident weights of {what} are not what was asked for: {said}{_cure(fields)}",
+        f"the resident weights of {what} are not what was asked for: {said}{_cure(fields, record)}",
         differing=fields,
     )
 
@@ -63,21 +64,26 @@ def mismatch(demand: Demand, record: WeightSet) -> Mismatch | None:
 def unloadable(demand: Demand) -> Mismatch | None:
     """The error for a demand that no load by the broker satisfies: it lays out whole checkpoints
     as stored. None if it may."""
-    fields = differing(demand, WeightSet(0, WeightKey(device=demand.device)))
+    as_loaded = WeightSet(0, WeightKey(device=demand.device))
+    fields = differing(demand, as_loaded)
     if not fields:
         return None
-    said = _said(fields, "loaded")
+    said = _said(fields, "loaded") + _cure(fields, as_loaded)
     return Mismatch(
-        f"the broker loads a checkpoint whole and as it is stored: {said}{_cure(fields)}; leave "
-        "this open, or publish the weights from an engine",
+        f"the broker loads a checkpoint whole and as it is stored: {said}; leave this open, or "
+        "publish the weights from an engine",
         differing=fields,
     )
 
 
-def _cure(fields: dict[str, dict[str, Any]]) -> str:
-    """A dtype is part of the checkpoint that is meant: it is converted where it is loaded."""
-    only_dtype = fields.keys() == {"dtype"}
-    return "; for another dtype ask for Checkpoint(path, dtype=…)" if only_dtype else ""
+def _cure(fields: dict[str, dict[str, Any]], record: WeightSet) -> str:
+    """A dtype is part of the checkpoint that is meant: it is converted where it is loaded. A label
+    stays with the content that it was given to."""
+    if fields.keys() == {"dtype"} and record.key.format == _LOADED_FORMAT:
+        return "; for another dtype ask for Checkpoint(path, dtype=…)"
+    if fields.keys() == {"generation"}:
+        return "; leave the label out, or ask for the one it has"
+    return ""
 
 
 def _said(fields: dict[str, dict[str, Any]], ours: str) -> str:

@@ -37,6 +37,7 @@ from broker.devices.base import (
     check_range,
     check_slab_size,
 )
+from broker.forking import no_fork
 
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _MADV_DONTFORK = 10  # linux/mman.h
@@ -175,11 +176,12 @@ class HostMapping(Mapping):
 
 
 def _map_at(address: int | None, nbytes: int, protection: int, flags: int, descriptor: int) -> int:
-    found: int = _libc.mmap(address, nbytes, protection, flags, descriptor, 0)
-    if found == _MAP_FAILED:
-        code = ctypes.get_errno()
-        raise _translated("map", OSError(code, os.strerror(code)))
-    _libc.madvise(found, nbytes, _MADV_DONTFORK)
+    with no_fork:
+        found: int = _libc.mmap(address, nbytes, protection, flags, descriptor, 0)
+        if found == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise _translated("map", OSError(code, os.strerror(code)))
+        _libc.madvise(found, nbytes, _MADV_DONTFORK)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,20 @@ def refusal(path: Path, conversion: Conversion) -> LoadFailed:
         plan_of(path, conversion)
     assert raised.value.fields["reason"] == "conversion"
     return raised.value
+
+
+@pytest.mark.parametrize(("dtype", "others"), [("float64", 1 << 60), ("float16", 1 << 62)])
+def test_an_empty_tensor_too_large_for_torch(tmp_path: Path, dtype: str, others: int) -> None:
+    """Its other dimensions are counted in bytes of the dtype that it gets."""
+    header = json.dumps({"w": {"dtype": "F32", "shape": [others, 0], "data_offsets": [0, 0]}})
+    header += " " * (-len(header) % 8)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    said = f"its other dimensions exceed 2\\*\\*63 - 1 bytes as {dtype}"
+    with pytest.raises(LoadFailed, match=said) as raised:
+        plan_of(path, Conversion(dtype))
+    error = raised.value
+    assert (error.reason, error.tensor, error.file) == ("bad_shape", "w", "model.safetensors")
 
 
 def test_eight_bits_are_not_converted(tmp_path: Path) -> None:

@@ -199,6 +199,8 @@ def test_a_path_from_a_home(path: str) -> None:
         ("/m/n", False),
         ("a/b/c", False),
         ("m", False),
+        ("m/config.json", False),
+        ("m/model.safetensors", False),
     ],
 )
 def test_an_id_of_a_hub(path: str, is_id: bool) -> None:

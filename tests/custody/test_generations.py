@@ -288,9 +288,9 @@ def test_content_that_has_another_label_is_a_mismatch() -> None:
     """The same weights are not renamed: both labels are in the refusal."""
     desk = Desk()
     fill(desk, 1)
-    with pytest.raises(Mismatch, match=r"generation wanted 'red', resident '1'$"):
+    with pytest.raises(Mismatch, match=r"generation wanted 'red', resident '1'; leave the label "):
         desk.acquire(desk.engine(), from_=source(1, "shape-1"), name="m", generation="red")
-    with pytest.raises(Mismatch, match=r"generation wanted 'red', resident '1'$"):
+    with pytest.raises(Mismatch, match=r"generation wanted 'red', resident '1'; leave the label "):
         desk.claim(
             desk.engine(),
             name="m",

@@ -27,6 +27,21 @@ def test_a_wrong_dtype_is_refused_at_once() -> None:
         assert error.value.differing == {"dtype": {"wanted": "float16", "resident": "bfloat16"}}
 
 
+def test_advice_that_would_not_help_is_not_given() -> None:
+    """What an engine published no load converts; a label stays with the content it was given to."""
+    desk = Desk()
+    desk.publish(desk.engine(), name="m", format="published")
+    with pytest.raises(Mismatch, match=r"dtype wanted 'float16', resident 'bfloat16'$"):
+        desk.acquire(desk.engine(), name="m", dtype="float16")
+    desk.load(1, "blake3:b", name="n")
+    with pytest.raises(
+        Mismatch,
+        match=r"generation wanted '7', resident '1'; leave the label out, or ask for the one it "
+        r"has$",
+    ):
+        desk.acquire(desk.engine(), from_=source(1), name="n", generation="7")
+
+
 def test_a_wrong_dtype_is_refused_when_the_load_learns_its_own() -> None:
     """Those who demand another dtype are told at `reserve`; the others go on waiting."""
     desk = Desk()

@@ -20,6 +20,7 @@ from engine_client import Checkpoint, EngineClient, WeightKey
 from engine_client.arguments import device_name
 from engine_client.deadline import Deadline
 from engine_client.dtypes import dtype_name
+from engine_client.observer import Observer
 from engine_client.pinging import ping_broker
 from engine_client.watching import BrokerStopping
 from tests.support.processes import RunningBroker
@@ -145,6 +146,51 @@ MISTAKES: dict[str, tuple[Callable[[EngineClient], object], type[BrokerError], s
         UsageError,
         "progress must be a function that takes how far the load is, not the int 3",
     ),
+    "get_or_publish: progress": (
+        lambda c: c.get_or_publish("x", lambda: {"a": torch.ones(1)}, progress=wrong(3)),
+        UsageError,
+        "progress must be a function that takes how far the load is, not the int 3",
+    ),
+    "get_or_load: progress": (
+        lambda c: c.get_or_load("x", lambda: {"a": torch.ones(1)}, progress=wrong(3)),
+        UsageError,
+        "progress must be a function that takes how far the load is, not the int 3",
+    ),
+    "get_or_load: seconds": (
+        lambda c: c.get_or_load("x", lambda: {"a": torch.ones(1)}, seconds=wrong("5")),
+        UsageError,
+        "seconds must be a number above 0, not '5'",
+    ),
+    "publish: another dtype": (
+        lambda c: c.publish(WeightKey("", "x", dtype="bfloat16"), {"a": torch.ones(1)}),
+        UsageError,
+        "the key says dtype 'bfloat16' and the weights are 'float32'",
+    ),
+    "publish: the key's name": (
+        lambda c: c.publish(WeightKey("", wrong(7)), {"a": torch.ones(1)}),
+        UsageError,
+        "WeightKey: name must be text, not the int 7",
+    ),
+    "publish: the key's layout": (
+        lambda c: c.publish(WeightKey("", "x", layout={"tp": wrong("0")}), {"a": torch.ones(1)}),
+        UsageError,
+        "layout must give whole numbers by name",
+    ),
+    "acquire: the key's layout": (
+        lambda c: c.acquire(WeightKey("", "x", layout=wrong(None))),
+        UsageError,
+        "WeightKey: layout must be a dict, not NoneType",
+    ),
+    "acquire: the key's format": (
+        lambda c: c.acquire(WeightKey("", "x", format=wrong(None))),
+        UsageError,
+        "WeightKey: format must be text, not NoneType",
+    ),
+    "acquire: the key's dtype": (
+        lambda c: c.acquire(WeightKey("", "x", dtype=wrong(5))),
+        UsageError,
+        "WeightKey: dtype must be a dtype or its name",
+    ),
     "evict": (lambda c: c.evict(wrong(["a"])), UsageError, "evict: the set must be text, not list"),
     "watch": (lambda c: c.watch(wrong(3)), UsageError, "the name to watch must be text"),
     "on_broker_lost": (lambda c: c.on_broker_lost(wrong(3)), UsageError, "must be a function that"),
@@ -222,8 +268,72 @@ def test_bound_to_no_module(client: EngineClient, tmp_path: Path) -> None:
             weights.bind(wrong(3))
         with pytest.raises(UsageError, match="bind: names must give the stored name of each"):
             weights.bind(torch.nn.Linear(1, 1), names=wrong(["weight"]))
+        with pytest.raises(UsageError, match="bind: names must give the stored name of each"):
+            weights.bind(torch.nn.Linear(1, 1), names={"weight": wrong(5)})
         with pytest.raises(UsageError, match="bind: prefix must be text, not the int 3"):
             weights.bind(torch.nn.Linear(1, 1), prefix=wrong(3))
+        with pytest.raises(UsageError, match="read: offset and size must be whole numbers, not st"):
+            weights.read(wrong("0"), 4)
+
+
+@pytest.mark.parametrize("ignore", ["layer.*", b"layer.*", 5, [5], iter(["layer.*"])])
+def test_patterns_that_are_none(client: EngineClient, tmp_path: Path, ignore: Any) -> None:
+    """A text alone would be taken letter by letter, and its `*` for every name."""
+    with (
+        client.acquire(Checkpoint(small_checkpoint(tmp_path))) as weights,
+        pytest.raises(UsageError, match=r"bind: ignore must be a list of text, \[.*\], not "),
+    ):
+        weights.bind(torch.nn.Linear(1, 1), ignore=ignore)
+
+
+def test_keys_with_a_dtype_of_torch(client: EngineClient) -> None:
+    """It means what its name means, in whatever way it is given."""
+    key = WeightKey("", "by torch", dtype=wrong(torch.float32))
+    with client.publish(key, {"a": torch.ones(1)}) as published:
+        assert published.key.dtype == "float32"
+        for dtype in (torch.float32, "float32", "torch.float32"):
+            with client.acquire("by torch", dtype=dtype) as weights:
+                assert weights.set_id == published.set_id
+
+
+def test_a_name_that_is_a_folder(
+    client: EngineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing has this name: the folder that has is probably meant."""
+    monkeypatch.chdir(tmp_path)
+    small_checkpoint(tmp_path / "folder")
+    with pytest.raises(NotFound, match=r"; the checkpoint in 'folder' is acquire\(Checkpoint\("):
+        client.acquire("folder")
+
+
+@pytest.mark.parametrize("make", [Observer, ping_broker])
+def test_observers_of_nothing(live_broker: RunningBroker, make: Callable[..., object]) -> None:
+    """Name and directory are looked at where they are given; a directory may be text."""
+    for arguments, sentence in (
+        ((5,), "broker must be text, not the int 5"),
+        (("default", 5), "directory must be a path, not the int 5"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            make(*arguments)
+    made = make("default", str(live_broker.directory))
+    if isinstance(made, Observer):
+        made.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "sentence"),
+    [
+        (None, "x", "publish: the checkpoint must be a path, not NoneType"),
+        (Checkpoint("m"), "x", "publish: the checkpoint must be a path, not Checkpoint"),
+        ("m", None, "publish: the name must be text, not NoneType"),
+    ],
+)
+def test_checkpoints_that_cannot_be_published(
+    live_broker: RunningBroker, path: Any, name: Any, sentence: str
+) -> None:
+    """Before anything is opened."""
+    with live_broker.observer() as observer, pytest.raises(UsageError, match=sentence):
+        observer.publish_checkpoint(path, name)
 
 
 def test_configuration_that_is_none(client: EngineClient, tmp_path: Path) -> None:

@@ -24,12 +24,18 @@ class ToldSession(Session):
         self.tell: Callable[[wire.Event], None] = lambda event: None
         self.lose: Callable[[], None] = lambda: None
         self.inherited = False
+        self.meanwhile: list[Callable[[], object]] = []
+        """What another thread does while something is told."""
 
     def call(self, operation: str, message: Any, *given: Any, **options: Any) -> Any:
         if self.refusal is not None:
             raise self.refusal
         self.asked.append(f"{operation} {message.name}")
         return wire.Done()
+
+    def notify(self, operation: str, message: Any) -> None:
+        self.asked.append(f"{operation} {message.name}")
+        self.meanwhile.pop(0)() if self.meanwhile else None
 
     def on_event(self, callback: Callable[[wire.Event], None]) -> Callable[[], None]:
         self.tell = callback
@@ -105,8 +111,43 @@ def test_a_refusal_leaves_nothing(session: ToldSession) -> None:
     with pytest.raises(Busy):
         watches.open("m")
     session.refusal = None
+    assert session.asked == ["unwatch m"]  # perhaps it was a time-out, and the broker does watch
     watches.open("m").close()
+    assert session.asked[1:] == ["watch m", "unwatch m"]
+
+
+def test_an_interrupt_leaves_nothing(session: ToldSession) -> None:
+    """Nobody has the watch that an interrupted call would have returned."""
+    watches = Watches(session)
+    session.refusal = KeyboardInterrupt()  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        watches.open("m")
+    assert session.asked == ["unwatch m"]
+
+
+def test_a_watch_that_is_dropped_is_closed(session: ToldSession) -> None:
+    """With its last reference, as an iterator's own is."""
+    watches = Watches(session)
+    watch = watches.open("m")
+    events = iter(watch)
+    del watch
+    session.tell(sealed("m", 1))
+    assert next(events) == NewGeneration("m", "1", 1)
+    assert session.asked == ["watch m"]
+    del events
     assert session.asked == ["watch m", "unwatch m"]
+
+
+def test_a_name_that_is_watched_again_meanwhile(session: ToldSession) -> None:
+    """Another thread opens a watch of the name while the last one's end is told: it is told too."""
+    watches = Watches(session)
+    opened: list[Watch] = []
+    session.meanwhile = [lambda: opened.append(watches.open("m")), lambda: opened.pop().close()]
+    watches.open("m").close()
+    assert session.asked == ["watch m", "unwatch m", "watch m", "watch m", "unwatch m", "unwatch m"]
+    session.meanwhile = [lambda: opened.append(watches.open("m"))]
+    watches.open("m").close()
+    assert session.asked[6:] == ["watch m", "unwatch m", "watch m", "watch m"]
 
 
 def test_closing_ends_who_waits(session: ToldSession) -> None:

@@ -272,6 +272,8 @@ def test_the_lease_ends_with_the_model(
 
 def test_weights_of_another_model(transformers: Any) -> None:
     """Only models that came from here have shared weights."""
+    with pytest.raises(UsageError, match="this int was not given by from_pretrained of ours"):
+        weights_of(5)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="this Linear was not given by from_pretrained of ours"):
         weights_of(torch.nn.Linear(1, 1))
 

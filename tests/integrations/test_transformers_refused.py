@@ -262,6 +262,10 @@ def test_types_that_the_library_does_not_take(llama: Path) -> None:
         from_pretrained(cast(str, os.fsencode(llama)), client=NOBODY)
     with pytest.raises(BadRequest, match=r"config has to be a configuration .* not dict"):
         from_pretrained(llama, client=NOBODY, config={"model_type": "llama"})
+    with pytest.raises(UsageError, match=r"model_class must be a class of the library, .* not str"):
+        from_pretrained(llama, client=NOBODY, model_class="AutoModel")
+    with pytest.raises(UsageError, match=r"model.safetensors is one file; give the folder"):
+        from_pretrained(llama / "model.safetensors", client=NOBODY)
 
 
 def test_no_client(llama: Path) -> None:

@@ -265,9 +265,9 @@ def test_checkpoints_published_by_hand(
     assert run(shared_broker, capsys, "pin", str(newest)) == (0, f"pinned: set {newest}\n")
     code, said = run(shared_broker, capsys, "list")
     assert [line.split() for line in said.splitlines()] == [
-        ["NAME", "GENERATION", "SET", "STATE", "BYTES", "LEASES", "DTYPE"],
-        ["prod", "1", str(held.set_id), "draining", "262144", "1", "float32"],
-        ["prod", "b", str(newest), "newest", "(pinned)", "262144", "0", "float32"],
+        ["NAME", "GENERATION", "SET", "STATE", "BYTES", "LEASES", "DTYPE", "LAYOUT", "FORMAT"],
+        ["prod", "1", str(held.set_id), "draining", "262144", "1", "float32", "-", "hf"],
+        ["prod", "b", str(newest), "newest", "(pinned)", "262144", "0", "float32", "-", "hf"],
     ]
     with client.acquire(Checkpoint(second)) as same, client.acquire("prod") as by_name:
         assert (same.set_id, by_name.set_id, by_name.generation) == (newest, newest, "b")

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import BrokerError
+from broker.errors import BrokerError, Busy
+from broker.limits import DEFAULTS
 from engine_client import Checkpoint, EngineClient, WeightSet
 from engine_client.channel import CLOSE_SECONDS
 from tests.support.clock import SCALE, eventually
@@ -127,6 +128,28 @@ def test_engine_that_closes_at_sigterm(
             engine.kill()
 
 
+@pytest.mark.parametrize("call", ["acquire('m')", "status()", "ping()", "watch('m')"])
+def test_engine_that_calls_while_the_interpreter_ends(
+    shared_broker: RunningBroker, call: str
+) -> None:
+    """It is told at once that nothing can be asked any more; what it holds is given back."""
+    script = (
+        "import sys\n"
+        "from engine_client import EngineClient, UsageError\n"
+        "class Engine:\n"
+        "    def __init__(self): self.client = EngineClient('simulated', directory=sys.argv[1])\n"
+        "    def __del__(self):\n"
+        f"        try: self.client.{call}\n"
+        "        except UsageError as error: print(error)\n"
+        "engine = Engine()\n"
+    )
+    command = [sys.executable, "-c", script, str(shared_broker.directory)]
+    said = subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=20 * SCALE
+    ).stdout
+    assert said.startswith("the interpreter is ending, and nothing can be asked of the broker")
+
+
 def test_engine_that_closes_while_the_interpreter_ends(shared_broker: RunningBroker) -> None:
     """Then no other thread runs any more, and none is waited for."""
     script = (
@@ -140,6 +163,37 @@ def test_engine_that_closes_while_the_interpreter_ends(shared_broker: RunningBro
     began = time.monotonic()
     subprocess.run([sys.executable, "-c", script, shared_broker.directory], check=True)
     assert time.monotonic() - began < CLOSE_SECONDS
+
+
+def test_watching_in_the_middle_of_a_watch(shared_broker: RunningBroker) -> None:
+    """Wherever a handler opens and closes a watch, nobody waits for ever and none is left."""
+
+    def watch(name: str) -> None:
+        client.watch(name).close()
+
+    def try_at(line: int, went_on: list[bool]) -> None:
+        went_on.append(at_line(line, lambda: watch("handler's"), lambda: watch("engine's")))
+
+    with shared_broker.client() as client:
+        line, reached = 0, [True]
+        while reached[-1]:
+            thread = threading.Thread(target=try_at, args=(line, reached), daemon=True)
+            thread.start()
+            thread.join(HANG_SECONDS * SCALE)
+            assert not thread.is_alive(), f"it hangs when a handler watches at its line {line}"
+            line += 1
+        assert line > 10
+        check_it_may_watch(client)
+
+
+def check_it_may_watch(client: EngineClient) -> None:
+    """As many names as a session may, so none of another is left at the broker."""
+    client.ping()  # what was told before is carried out
+    watches = [client.watch(f"name {number}") for number in range(DEFAULTS.watches)]
+    with pytest.raises(Busy, match="this session watches 64 names already"):
+        client.watch("one too many")
+    for watch in watches:
+        watch.close()
 
 
 # --- handlers that raise -------------------------------------------------------------------------
@@ -189,6 +243,24 @@ def test_interrupted_connect_leaves_nothing(shared_broker: RunningBroker) -> Non
     assert line > 10
     eventually(lambda: len(shared_broker.status()["sessions"]) == sessions, 1, "all sessions' end")
     eventually(lambda: descriptors() == before, 1, "the end of every descriptor")
+
+
+def test_interrupted_watch_leaves_nothing(shared_broker: RunningBroker) -> None:
+    """Wherever Ctrl-C comes while a watch is opened or closed: the broker watches no name."""
+
+    def watch(name: str) -> None:
+        with client.watch(name):
+            pass
+
+    with shared_broker.client() as client:
+        line, reached = 0, True
+        while reached:
+            with contextlib.suppress(KeyboardInterrupt):
+                reached = at_line(line, interrupt, lambda: watch("given up"))
+            line += 1
+        assert line > 20
+        gc.collect()
+        check_it_may_watch(client)
 
 
 def test_interrupted_release_is_completed(

@@ -140,3 +140,16 @@ def test_broker_recovers(shared_broker: RunningBroker) -> None:
     """After all of the above the broker has no session and no descriptor too many."""
     eventually(lambda: shared_broker.status()["sessions"] == [], 10, "the end of all sessions")
     check_nothing_is_left(shared_broker)
+
+
+def test_sleep_that_a_server_has_not_heard_of(broker: RunningBroker, tmp_path: Path) -> None:
+    """The server dies before it has read the release: its successor is told, and the lease ends."""
+    checkpoint = Checkpoint(small_checkpoint(tmp_path / "c"))
+    with broker.client() as client, client.acquire(checkpoint) as weights:
+        server = broker.server_pid()
+        os.kill(server, signal.SIGSTOP)
+        weights.sleep()
+        os.kill(server, signal.SIGKILL)
+        eventually(lambda: broker.leases() == 0, 10, "the end of the lease")
+        weights.wake()
+        assert broker.leases() == 1

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from broker.errors import BadRequest, UsageError
+from engine_client.arguments import said_of
 
 _OF_MODELS = ("dtype", "torch_dtype", "generation_config", "key_mapping")
 """Options that the library takes off before it makes a configuration of the others."""
@@ -38,11 +39,17 @@ def choose_class(
 
     Raises:
         BadRequest: a configuration that is neither an object of the library nor a path.
-        UsageError: no class for such a configuration, or only code that lies beside the weights.
+        UsageError: no class, no class for such a configuration, or only code that lies beside the
+            weights.
         What the library raises about the configuration.
     """
     for_model = {key: value for key, value in options.items() if key in _OF_MODELS}
     others = {key: value for key, value in options.items() if key not in _OF_MODELS}
+    if model_class is not None and not hasattr(model_class, "from_pretrained"):
+        raise UsageError(
+            "from_pretrained: model_class must be a class of the library, "
+            f"transformers.AutoModelForCausalLM, not {said_of(model_class)}"
+        )
     config, left = _configuration(path, model_class, others)
     is_auto = hasattr(model_class, "_model_mapping")
     for_generation = {k: v for k, v in (left if is_auto else others).items() if k != "config"}

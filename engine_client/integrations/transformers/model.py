@@ -79,6 +79,11 @@ def from_pretrained(
         raise UsageError(f"from_pretrained: client must be an EngineClient, not {said_of(client)}")
     refuse_adapter(Path(require_text(path)))
     with open_checkpoint(path) as opened:
+        if opened.only is not None:
+            raise UsageError(
+                f"from_pretrained: {opened.path} is one file; give the folder it is in, which has "
+                "the model's config.json too"
+            )
         config_file = config_of(opened)
         check_ipc_quant_support(quantization_config_in(config_file or {}), where="engine")
         plan = plan_checkpoint(opened.folder, opened.only, opened.path)
@@ -114,7 +119,7 @@ def weights_of(model: Module) -> WeightSet:
     Raises:
         UsageError: it comes from elsewhere.
     """
-    weights = _weights.get(model)
+    weights = _weights.get(model) if isinstance(model, Module) else None
     if weights is None:
         raise UsageError(f"this {type(model).__name__} was not given by from_pretrained of ours")
     return weights
