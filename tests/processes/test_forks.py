@@ -114,7 +114,7 @@ def test_while_weights_are_acquired(
         stop = Stop(monkeypatch, lease, "map_granted", after=False)
         with stop.holding(lambda: client.acquire(checkpoint).release()), forked() as child:
             assert len(opened(os.getpid())) >= 2
-            assert opened(child) == []
+            eventually(lambda: not opened(child), RIGHT_SECONDS, "the child's closing")
 
 
 def test_while_weights_are_mapped(
@@ -128,7 +128,7 @@ def test_while_weights_are_mapped(
         def fork() -> None:
             forking.set()
             with forked() as child:
-                assert opened(child) == []
+                eventually(lambda: not opened(child), RIGHT_SECONDS, "the child's closing")
                 forked_at_last.set()
 
         with no_fork:
