@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from broker.forking import no_fork
+
 
 class Descriptor:
     """Owns a descriptor: closes it when nothing refers to this object any more.
@@ -30,8 +32,9 @@ class Descriptor:
         """Close it now; nobody may be using it. Idempotent."""
         number, self._number = self._number, -1
         if number >= 0:
-            _owned.pop(number, None)
-            os.close(number)
+            with no_fork:
+                _owned.pop(number, None)
+                os.close(number)
 
     def __del__(self) -> None:
         self.close()
@@ -56,7 +59,7 @@ def _after_fork_in_child() -> None:
         descriptor = owner()
         if descriptor is not None:
             descriptor.close()
-        else:  # it was about to be closed
+        else:  # nothing refers to it any more, and it was about to be closed
             os.close(number)
     _owned.clear()
 
