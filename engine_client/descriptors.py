@@ -33,8 +33,13 @@ class Descriptor:
         number, self._number = self._number, -1
         if number >= 0:
             with no_fork:
-                _owned.pop(number, None)
-                os.close(number)
+                # Not there: a handler in this very thread has forked, and this is the child.
+                if _owned.pop(number, None) is not None:
+                    os.close(number)
+
+    def forget(self) -> None:
+        """It is closed already."""
+        self._number = -1
 
     def __del__(self) -> None:
         self.close()
@@ -56,11 +61,10 @@ _owned: dict[int, weakref.ref[Descriptor]] = {}
 def _after_fork_in_child() -> None:
     """Whoever would close them is a thread of the parent's, or a frame that nobody returns to."""
     for number, owner in list(_owned.items()):
+        os.close(number)
         descriptor = owner()
         if descriptor is not None:
-            descriptor.close()
-        else:  # nothing refers to it any more, and it was about to be closed
-            os.close(number)
+            descriptor.forget()
     _owned.clear()
 
 
