@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -78,13 +79,13 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     return Checkpoint(small_checkpoint(tmp_path / "checkpoint"))
 
 
-def opened(pid: int) -> list[str]:
-    """Names of the slabs and manifests that a process has open or mapped."""
+def opened(pid: int) -> Counter[str]:
+    """Slabs and manifests that a process has open or mapped. Another test may have left some."""
     found = Path(f"/proc/{pid}/maps").read_text().splitlines()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # of the listing itself
             found.append(str(link.readlink()))
-    return [name for name in found if "weight-broker" in name]
+    return Counter(name for name in found if "weight-broker" in name)
 
 
 def test_while_a_client_connects(
@@ -111,16 +112,18 @@ def test_while_weights_are_acquired(
     """The child has neither the slab nor the manifest, which the parent has received."""
     with shared_broker.client() as client:
         client.acquire(checkpoint).release()
+        before = opened(os.getpid())
         stop = Stop(monkeypatch, lease, "map_granted", after=False)
         with stop.holding(lambda: client.acquire(checkpoint).release()), forked() as child:
-            assert len(opened(os.getpid())) >= 2
-            eventually(lambda: not opened(child), RIGHT_SECONDS, "the child's closing")
+            assert (opened(os.getpid()) - before).total() >= 2
+            eventually(lambda: not opened(child) - before, RIGHT_SECONDS, "the child's closing")
 
 
 def test_while_weights_are_mapped(
     shared_broker: RunningBroker, checkpoint: Checkpoint, slab_mappings: Callable[[], int]
 ) -> None:
     """A fork waits until what is mapped is marked as not for children."""
+    before = opened(os.getpid())
     with shared_broker.client() as client, client.acquire(checkpoint):
         assert slab_mappings() == 1
         forking, forked_at_last = threading.Event(), threading.Event()
@@ -128,7 +131,7 @@ def test_while_weights_are_mapped(
         def fork() -> None:
             forking.set()
             with forked() as child:
-                eventually(lambda: not opened(child), RIGHT_SECONDS, "the child's closing")
+                eventually(lambda: not opened(child) - before, RIGHT_SECONDS, "the child's closing")
                 forked_at_last.set()
 
         with no_fork:
