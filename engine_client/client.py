@@ -247,7 +247,7 @@ class EngineClient(Operator, Publisher, Closeable):
             with shown(progress, what) as show:
                 return shielded(acquire, deadline, show)
         except NotFound as error:
-            if isinstance(weights, str) and Path(weights).exists():
+            if isinstance(weights, str) and os.path.exists(weights):  # noqa: PTH110 - whatever the name
                 raise NotFound(
                     f"{error.sentence}; the checkpoint in {weights!r} is "
                     f"acquire(Checkpoint({weights!r}))",

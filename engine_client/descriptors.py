@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from broker.forking import no_fork
 
@@ -61,7 +61,8 @@ _owned: dict[int, weakref.ref[Descriptor]] = {}
 def _after_fork_in_child() -> None:
     """Whoever would close them is a thread of the parent's, or a frame that nobody returns to."""
     for number, owner in list(_owned.items()):
-        os.close(number)
+        with suppress(OSError):  # somebody else has closed it
+            os.close(number)
         descriptor = owner()
         if descriptor is not None:
             descriptor.forget()

@@ -304,6 +304,8 @@ def test_a_name_that_is_a_folder(
     small_checkpoint(tmp_path / "folder")
     with pytest.raises(NotFound, match=r"; the checkpoint in 'folder' is acquire\(Checkpoint\("):
         client.acquire("folder")
+    with pytest.raises(NotFound, match="is not resident"):
+        client.acquire("n" * 256)  # no file may have so long a name
 
 
 @pytest.mark.parametrize("make", [Observer, ping_broker])
