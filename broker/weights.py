@@ -6,6 +6,7 @@ are bytes; shapes and strides count elements.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 from math import prod
 from operator import gt, or_
@@ -257,15 +258,19 @@ def storage_extent(shape: list[int], stride: list[int], item_bytes: int) -> int:
     """
     if len(shape) != len(stride) or any(n < 0 for n in shape) or any(n < 0 for n in stride):
         raise BadRequest(f"shape {shape} and stride {stride} do not describe a tensor")
-    # Dimensions of 0 count as 1: torch multiplies the others all the same (TensorImpl.h).
-    if (
-        prod(max(n, 1) for n in shape) * item_bytes > INT64_MAX
-        or max(stride, default=0) > INT64_MAX
-    ):
+    if not is_countable(shape, item_bytes) or max(stride, default=0) > INT64_MAX:
         raise BadRequest(f"a tensor of shape {shape} and stride {stride} is too large for torch")
     if 0 in shape:
         return 0
     return item_bytes * (1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)))
+
+
+def is_countable(shape: Sequence[int], item_bytes: int) -> bool:
+    """Whether torch can count the bytes of such a tensor; no dimension is negative.
+
+    Dimensions of 0 count as 1: torch multiplies the others all the same (TensorImpl.h).
+    """
+    return prod(n or 1 for n in shape) * item_bytes <= INT64_MAX
 
 
 def contiguous_stride(shape: list[int]) -> list[int]:

@@ -26,6 +26,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -43,7 +44,7 @@ from broker.errors import (
 from broker.forking import no_fork
 from broker.packets import receive_packet
 from engine_client.calls import Call, send_packet
-from engine_client.descriptors import Descriptor
+from engine_client.descriptors import Descriptor, owned
 from engine_client.listeners import Listeners
 
 log = logging.getLogger("weight-broker.client")
@@ -97,9 +98,9 @@ class Channel:
         self._dealer.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         self._monitor = self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._dealer.connect(f"ipc://{router}")
-        with no_fork:
-            woken_by = Descriptor(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
-        self._wake: Descriptor | None = woken_by
+        self._wake: Descriptor | None = owned(
+            partial(os.eventfd, 0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        )
         self._has_left = threading.Lock()  # held from the first `leave` on
         self._ids = itertools.count(1)
         self._calls: dict[bytes, Call] = {}
@@ -372,14 +373,14 @@ class Channel:
                     packet, descriptors, truncated = receive_packet(
                         self._connection, wire.MAX_SESSION_PACKET_BYTES
                     )
-                    owned = [Descriptor(descriptor) for descriptor in descriptors]
+                    received = [Descriptor(descriptor) for descriptor in descriptors]
             except BlockingIOError:
                 return
             if not packet:
                 self._receive_last_replies()
                 self.finish(BrokerLost("the broker has ended; mapped weights stay readable"))
                 return
-            self._on_packet(packet, owned, truncated=truncated)
+            self._on_packet(packet, received, truncated=truncated)
 
     def _receive_last_replies(self) -> None:
         """What the broker answered just before its end may still be on its way through libzmq."""

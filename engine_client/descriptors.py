@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from broker.forking import no_fork
@@ -17,7 +17,8 @@ class Descriptor:
     taken for a descriptor to be closed. Whoever uses the number keeps the object meanwhile.
 
     In a forked child it is closed from the start: what it leads to may be memory, which would stay
-    in use as long as the child lives. Whoever opens one holds `no_fork` until it is owned.
+    in use as long as the child lives. Whoever opens one holds `no_fork` until it is owned, as
+    `owned` does.
     """
 
     def __init__(self, number: int) -> None:
@@ -43,6 +44,12 @@ class Descriptor:
 
     def __del__(self) -> None:
         self.close()
+
+
+def owned(opened: Callable[[], int]) -> Descriptor:
+    """What a call opens, owned before any fork. Raises what the call raises."""
+    with no_fork:
+        return Descriptor(opened())
 
 
 @contextmanager

@@ -40,12 +40,11 @@ from broker.errors import (
     UsageError,
     from_payload,
 )
-from broker.forking import no_fork
 from broker.rundir import broker_not_found, find_brokers
 from engine_client.calls import Call
 from engine_client.channel import Channel, hang_up
 from engine_client.deadline import Deadline
-from engine_client.descriptors import Descriptor, closed_after
+from engine_client.descriptors import Descriptor, closed_after, owned
 from engine_client.listeners import Listeners
 from engine_client.progress import Show
 from engine_client.room import CLIENT_DESCRIPTORS, check_room, told_of_the_limit
@@ -264,8 +263,8 @@ class Session:
         call = Call(frames=[request, b"", operation.encode(), payload])
         if deliver is not None:
             call.packet = wire.encode(wire.Deliver(request, deliver[0]))
-            with told_of_the_limit(f"the request {operation}"), no_fork:
-                call.descriptor = Descriptor(os.dup(deliver[1]))
+            with told_of_the_limit(f"the request {operation}"):
+                call.descriptor = owned(partial(os.dup, deliver[1]))
         return call
 
     def _next(self, call: Call, deadline: Deadline, stage: object) -> tuple[str, Any]:

@@ -87,14 +87,11 @@ class Watches:
         """
         if self._session.is_inherited or self._open.pop(number, None) is None:
             return
-        is_watched = self._is_watched(name)
-        while not is_watched and self._session.is_usable:
+        while self._session.is_usable and not self._is_watched(name):
             self._session.notify("unwatch", wire.Unwatch(name))
-            is_watched = self._is_watched(name)
-            if not is_watched:
+            if not self._is_watched(name):
                 return
             self._session.notify("watch", wire.Watch(name))  # opened meanwhile, perhaps just before
-            is_watched = self._is_watched(name)
 
     def end(self) -> None:
         """The client is closing: who waits for an event is told that there is none. Never waits."""

@@ -25,6 +25,7 @@ from blake3 import blake3
 from broker.checkpoints.faults import load_failed, quoted, system_refused
 from broker.checkpoints.header_json import Entry, decode_header
 from broker.errors import LoadFailed
+from broker.weights import INT64_MAX
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -33,7 +34,6 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 64
 """Most of torch's operators take no more (`at::dim_bitset_size`)."""
 
-_INT64_MAX = (1 << 63) - 1
 
 DTYPES: dict[str, tuple[str, int]] = {
     "BOOL": ("bool", 8),
@@ -258,9 +258,9 @@ def _shape_fault(shape: tuple[int, ...], bits: int) -> tuple[str, str] | None:
     cure = "write the file again with the safetensors library"
     if len(shape) > MAX_DIMENSIONS:
         return "bad_shape", f"has {len(shape)} dimensions, torch takes {MAX_DIMENSIONS}; {cure}"
-    if any(n < 0 or n > _INT64_MAX for n in shape):
+    if any(n < 0 or n > INT64_MAX for n in shape):
         return "bad_shape", f"has a dimension that is negative or above 2**63 - 1; {cure}"
-    if 0 in shape and prod(n or 1 for n in shape) > _INT64_MAX:
+    if 0 in shape and prod(n or 1 for n in shape) > INT64_MAX:
         return "bad_shape", f"is empty, but its other dimensions exceed 2**63 - 1; {cure}"
     if bits < 8 and (not shape or shape[-1] * bits % 8):
         return "subbyte_shape", f"packs {bits}-bit elements into rows of no whole bytes; {cure}"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 from broker.checkpoints.choice import choose_tensors
@@ -27,12 +26,12 @@ from broker.checkpoints.second_opinion import require_library_agrees
 from broker.checkpoints.stability import changed, settled_status, stamp
 from broker.checkpoints.ties import find_ties
 from broker.weights import (
-    INT64_MAX,
     ITEM_BYTES,
     AliasGroup,
     Manifest,
     TensorGroup,
     contiguous_stride,
+    is_countable,
 )
 from broker.wire import Conversion, FileStamp
 
@@ -189,8 +188,7 @@ def _require_possible(shards: list[FileStamp], chosen: list[list[StoredTensor]])
     than torch can count, be it only in the dtype that it is converted to."""
     for shard, tensors in zip(shards, chosen, strict=True):
         for tensor in tensors:
-            nbytes = prod(n or 1 for n in tensor.shape) * ITEM_BYTES[tensor.dtype]
-            if not tensor.nbytes and nbytes > INT64_MAX:
+            if not tensor.nbytes and not is_countable(tensor.shape, ITEM_BYTES[tensor.dtype]):
                 what = f"tensor {quoted(tensor.name)} in {quoted(shard.name)}"
                 raise load_failed(
                     "bad_shape",

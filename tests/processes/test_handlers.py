@@ -59,6 +59,23 @@ def descriptors() -> Counter[str]:
     return found
 
 
+def lines_tried(try_at: Callable[[int], bool]) -> int:
+    """Tries a handler at every line until it says that there is no such line; how many it tried.
+
+    Each in a thread of its own, which must not wait for ever.
+    """
+    line, reached = 0, [True]
+    while reached[-1]:
+        thread = threading.Thread(
+            target=lambda number: reached.append(try_at(number)), args=(line,), daemon=True
+        )
+        thread.start()
+        thread.join(HANG_SECONDS * SCALE)
+        assert not thread.is_alive(), f"it hangs when the handler comes at its line {line}"
+        line += 1
+    return line
+
+
 # --- handlers that close the client ---------------------------------------------------------------
 
 
@@ -87,7 +104,7 @@ def test_closing_in_the_middle_of_a_call(
 ) -> None:
     """Wherever a handler closes the client, neither it nor the call it came into waits for ever."""
 
-    def try_at(line: int, went_on: list[bool]) -> None:
+    def try_at(line: int) -> bool:
         client = shared_broker.client()
         weights = client.acquire(checkpoint)
         weights.memory("layer.1.weight").release()  # the first call does more than the others
@@ -96,16 +113,9 @@ def test_closing_in_the_middle_of_a_call(
         except BrokerError:
             reached = True
         client.close()
-        went_on.append(reached)
+        return reached
 
-    line, reached = 0, [True]
-    while reached[-1]:
-        thread = threading.Thread(target=try_at, args=(line, reached), daemon=True)
-        thread.start()
-        thread.join(HANG_SECONDS * SCALE)
-        assert not thread.is_alive(), f"it hangs when it is closed at its line {line}"
-        line += 1
-    assert line > 3
+    assert lines_tried(try_at) > 3
     check_nothing_is_left(shared_broker, slab_mappings)
 
 
@@ -171,18 +181,11 @@ def test_watching_in_the_middle_of_a_watch(shared_broker: RunningBroker) -> None
     def watch(name: str) -> None:
         client.watch(name).close()
 
-    def try_at(line: int, went_on: list[bool]) -> None:
-        went_on.append(at_line(line, lambda: watch("handler's"), lambda: watch("engine's")))
+    def try_at(line: int) -> bool:
+        return at_line(line, lambda: watch("handler's"), lambda: watch("engine's"))
 
     with shared_broker.client() as client:
-        line, reached = 0, [True]
-        while reached[-1]:
-            thread = threading.Thread(target=try_at, args=(line, reached), daemon=True)
-            thread.start()
-            thread.join(HANG_SECONDS * SCALE)
-            assert not thread.is_alive(), f"it hangs when a handler watches at its line {line}"
-            line += 1
-        assert line > 10
+        assert lines_tried(try_at) > 10
         check_it_may_watch(client)
 
 
