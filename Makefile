@@ -5,8 +5,6 @@ BIN := $(VENV)/bin
 # Warnings end a build (mkdocs.yml). The variable keeps an advertisement out of the output.
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs
 STAMP := $(VENV)/.installed
-# setuptools warns of every editable installation, newer pips show it; all other warnings are shown.
-QUIET := PYTHONWARNINGS="ignore:Editable installation"
 
 # A real vLLM has an environment of its own (2 GB); on a GPU machine VLLM=vllm==0.32.0 TORCH=.
 VLLM_VENV := .venv-vllm
@@ -23,7 +21,7 @@ $(STAMP): pyproject.toml
 	@echo "Setting up $(VENV): a minute or two, with torch and what else the project needs"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=24"
-	$(QUIET) $(BIN)/python -m pip install --quiet --editable ".[dev,example]"
+	$(BIN)/python -m pip install --quiet --editable ".[dev,example]"
 	touch $@
 
 # What the fake GPU drivers are compiled against; without it their tests skip with the reason.
@@ -48,7 +46,7 @@ $(VLLM_STAMP): pyproject.toml tests/vllm/requirements.py
 	$(if $(TORCH),$(VLLM_BIN)/python -m pip install --quiet $(TORCH))
 	$(VLLM_BIN)/python -m pip install --quiet --no-deps $(VLLM)
 	$(VLLM_BIN)/python tests/vllm/requirements.py $(firstword $(subst ==, ,$(VLLM))) $(TORCH) > $(VLLM_VENV)/requirements.txt
-	$(QUIET) $(VLLM_BIN)/python -m pip install --quiet --requirement $(VLLM_VENV)/requirements.txt --editable .
+	$(VLLM_BIN)/python -m pip install --quiet --requirement $(VLLM_VENV)/requirements.txt --editable .
 	touch $@
 
 # Harm of every kind, in random order: rounds of faults, engines killed while they attach, peers that
@@ -68,7 +66,7 @@ soak: venv
 # Everything beside what it replaces: under 20 minutes on 2 cores with nothing else to do. Tables,
 # plots and docs/performance.md are written. `make bench BENCH="--quick"` only tries whether it runs.
 bench: venv
-	$(QUIET) $(BIN)/python -m pip install --quiet --editable ".[bench]"
+	$(BIN)/python -m pip install --quiet --editable ".[bench]"
 	$(BIN)/python -m benchmarks.run $(BENCH)
 
 check: venv

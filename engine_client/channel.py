@@ -30,7 +30,6 @@ from functools import partial
 from pathlib import Path
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from broker import wire
 from broker.errors import (
@@ -253,7 +252,7 @@ class Channel:
     def _on_disconnected(self) -> None:
         """The server died, or has cut this conversation: what it was told, it may not know."""
         while self._monitor.poll(0):
-            recv_monitor_message(self._monitor)
+            self._monitor.recv_multipart()  # of one kind: no other is asked for
         self._resume()
 
     def _dispose(self) -> None:

@@ -16,12 +16,12 @@ LIGHT = {
     "broker.wire": NO_CONVERSATION,
     "broker.errors": NO_CONVERSATION,
     "broker.weights": NO_CONVERSATION,
-    "broker.server": NO_TORCH,
+    "broker.server": (*NO_TORCH, "asyncio"),
     "broker.keeper": NO_TORCH,
     "broker.server_process": NO_TORCH,
     "broker.cli": (*NO_TORCH, "zmq", "shtab"),
-    "broker.loader.worker": ("torch", "numpy"),
-    "engine_client.session": NO_TORCH,
+    "broker.loader.worker": ("torch", "numpy", "asyncio"),
+    "engine_client.session": (*NO_TORCH, "asyncio"),
     "engine_client.integrations.transformers": ("transformers",),
 }
 """Module: what importing it must not load."""
