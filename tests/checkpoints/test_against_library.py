@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -212,3 +213,19 @@ def test_second_opinion_without_numpy(tmp_path: Path, monkeypatch: pytest.Monkey
     fault = write_raw(tmp_path / "other.safetensors", b'{"w":1}')
     with fault.open("rb") as file, pytest.raises(LoadFailed):
         require_library_agrees(file.fileno(), SINGLE)
+
+
+def test_second_opinion_costs_no_numpy(tmp_path: Path) -> None:
+    """The library's check imports no numpy, and whoever wants it later can."""
+    path = write_file(tmp_path / SINGLE, WELL_FORMED)
+    script = (
+        "import os, sys\n"
+        "from broker.checkpoints.second_opinion import require_library_agrees\n"
+        f"require_library_agrees(os.open({str(path)!r}, os.O_RDONLY), 'f')\n"
+        "print('numpy' in sys.modules)\n"
+        "import numpy\n"
+        "print(numpy.arange(3).sum())"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+    assert done.stdout.split() == ["False", "3"]
