@@ -7,6 +7,7 @@ time-out. `--hypothesis-profile=thorough --timeout 3600` searches on, and shrink
 from __future__ import annotations
 
 import compileall
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -60,6 +61,12 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def pytest_collection_finish() -> None:
+    """Have no collection of garbage look at all tests and all of torch again: none of it will go."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
