@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 EXIT_INTERRUPTED = 130
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def preload(*modules: str) -> None:
+    """Have these imported once, before any `Process` is started, and not by each of them."""
+    _CONTEXT.set_forkserver_preload(["torch", "engine_client.client", *modules])
+
+
+preload()
 
 # Until `run_main` nothing has to be put in order, and an import that is interrupted would say so
 # with a traceback. A process that an example has started was started with Ctrl-C held back.
@@ -125,50 +138,77 @@ def running_broker(device: str, folder: Path, *options: str) -> Iterator[None]:
 
 
 class Process:
-    """A process of an example, by itself: `script` with arguments of its own."""
+    """A process of an example, by itself: it does `work`, step by step as it is told to.
+
+    All are forked from one that has imported torch, so that torch is imported once in an example.
+    """
 
     started: ClassVar[list[Process]] = []
 
-    def __init__(self, script: str, name: str, *arguments: str) -> None:
+    def __init__(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
         self.name = name
         self.facts: dict[str, Any] = {}
+        self._link, theirs = _CONTEXT.Pipe()
+        given = (theirs, work, arguments)
+        self.process = _CONTEXT.Process(target=_begin, args=given, daemon=True)
+        resource_tracker.ensure_running()  # which lets Ctrl-C through: before it is held back
         with held_back():
-            self.process = subprocess.Popen(
-                [sys.executable, script, *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            self.started.append(self)
+            forkserver.ensure_running()
+        self.process.start()
+        self.started.append(self)
+        theirs.close()
 
     def hear(self) -> dict[str, Any]:
-        """Wait for the next line it says with `say`."""
-        assert self.process.stdout is not None  # noqa: S101 - it is a pipe
-        line = self.process.stdout.readline()
-        if not line:
-            code = self.process.wait()
-            if code == EXIT_INTERRUPTED:
-                raise KeyboardInterrupt  # ours comes as well, or was meant
-            raise SystemExit(f"{self.name} ended with exit code {code}")
-        facts: dict[str, Any] = json.loads(line)
+        """Wait for what it says next with `say`."""
+        try:
+            facts: dict[str, Any] = self._link.recv()
+        except (EOFError, ConnectionError):
+            self.process.join()
+            if self.process.exitcode == EXIT_INTERRUPTED:
+                raise KeyboardInterrupt from None  # ours comes as well, or was meant
+            said = f"{self.name} ended with exit code {self.process.exitcode}"
+            raise SystemExit(said) from None
         return facts
 
     def go(self) -> None:
-        """Let it do the next step: it waits for a line."""
-        assert self.process.stdin is not None  # noqa: S101 - it is a pipe
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
+        """Let it do the next step: it waits for that."""
+        self._link.send(None)
 
     def end(self) -> None:
-        """Let it end by itself."""
-        self.process.communicate()
+        """Let it end by itself, which it does when it waits for the next step."""
+        self._link.close()
+        self.process.join()
 
     def kill(self) -> None:
         """End it at once, whatever it does."""
         self.process.kill()
-        self.process.wait()
+        self.process.join()
+
+
+# --- in a process of an example -----------------------------------------------------------------
+
+_parent: Connection
+
+
+def _begin(link: Connection, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    global _parent
+    _parent = link
+    with suppress(EOFError, ConnectionError):  # nobody has a next step for it
+        run_main(partial(work, *arguments))
 
 
 def say(**facts: Any) -> None:
-    """One line of JSON to whoever started this process."""
-    print(json.dumps(facts), flush=True)
+    """Tell whoever started this process."""
+    _parent.send(facts)
+
+
+def wait_to_go() -> None:
+    """Wait until whoever started this process lets it do the next step; end if there is none."""
+    _parent.recv()
+
+
+def steps() -> Iterator[None]:
+    """One turn for each step that this process is let do."""
+    with suppress(EOFError, ConnectionError):
+        while True:
+            yield _parent.recv()

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _demo import Process, choose_device, run_main, running_broker, say, torch_name
+from _demo import Process, choose_device, run_main, running_broker, say, torch_name, wait_to_go
 
 from engine_client import EngineClient
 from engine_client.watching import Watch
@@ -42,16 +42,17 @@ def questions(where: str) -> Any:
     return torch.linspace(-3, 3, 64, device=where).unsqueeze(1)
 
 
-def train(options: argparse.Namespace, where: str) -> None:
+def train(device: str, directory: str) -> None:
     """Fit a sine; publish the state dict, so that the trainer's own weights stay its own."""
     import torch
 
+    where = torch_name(device)
     torch.manual_seed(1)
     model, inputs = network().to(where), questions(where)
     optimiser = torch.optim.Adam(model.parameters(), lr=1e-3)
-    with EngineClient(options.device, directory=options.directory, label="trainer") as client:
+    with EngineClient(device, directory=directory, label="trainer") as client:
         say(ready=True)
-        input()
+        wait_to_go()
         for number in range(1, GENERATIONS + 1):
             for _ in range(STEPS):
                 optimiser.zero_grad()
@@ -69,7 +70,7 @@ def train(options: argparse.Namespace, where: str) -> None:
             say(what=f"{said}; its loss is {facts['loss']:.4f}")
 
 
-def serve(options: argparse.Namespace, where: str) -> None:
+def serve(name: str, device: str, directory: str) -> None:
     """Answer with the newest weights there are, until the last generation has been served."""
     import torch
 
@@ -77,13 +78,13 @@ def serve(options: argparse.Namespace, where: str) -> None:
 
     with parameters_on_meta():
         model = network()
-    inputs = questions(where)
-    with EngineClient(options.device, directory=options.directory, label=options.role) as client:
+    inputs = questions(torch_name(device))
+    with EngineClient(device, directory=directory, label=name) as client:
         newer = threading.Event()
         watch = client.watch(NAME)  # before the first acquire: nothing is missed
         threading.Thread(target=listen, args=(watch, newer), daemon=True).start()
         say(ready=True)
-        input()
+        wait_to_go()
         weights = client.acquire(NAME)
         weights.bind(model)
         passes, mixtures = 0, 0
@@ -115,7 +116,6 @@ def listen(watch: Watch, newer: threading.Event) -> None:
 
 def tell(process: Process, printing: threading.Lock, heard: dict[str, dict[str, Any]]) -> None:
     """Print what a process says as it says it, until its end."""
-    assert process.process.stdout is not None  # noqa: S101 - it is a pipe
     while True:
         try:
             facts = process.hear()
@@ -129,9 +129,9 @@ def tell(process: Process, printing: threading.Lock, heard: dict[str, dict[str, 
 def demonstrate() -> None:
     device = choose_device()
     with tempfile.TemporaryDirectory(prefix="wb-") as name, running_broker(device, Path(name)):
-        where = ("--device", device, "--directory", name)
-        roles = ("trainer", "engine-1", "engine-2")
-        processes = [Process(__file__, role, "--role", role, *where) for role in roles]
+        trainer = Process("trainer", train, device, name)
+        names = ("engine-1", "engine-2")
+        processes = [trainer, *(Process(each, serve, each, device, name) for each in names)]
         for process in processes:
             process.hear()
         heard: dict[str, dict[str, Any]] = {}
@@ -163,19 +163,8 @@ def show(client: EngineClient, heard: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--role", help=argparse.SUPPRESS)
-    parser.add_argument("--device", help=argparse.SUPPRESS)
-    parser.add_argument("--directory", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if not options.role:
-        demonstrate()
-        return
-    where = torch_name(options.device)
-    if options.role == "trainer":
-        train(options, where)
-    else:
-        serve(options, where)
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
+    demonstrate()
 
 
 if __name__ == "__main__":

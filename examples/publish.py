@@ -4,7 +4,7 @@
 
 Two engines start at once and both want the same int8 weights. Each could make them; the broker lets
 one, and the other waits for it and maps. A third that comes later finds them there. Real processes:
-a broker and three engines (this file run with --engine).
+a broker and three engines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _demo import Process, choose_device, run_main, running_broker, say, torch_name
+from _demo import Process, choose_device, run_main, running_broker, say, torch_name, wait_to_go
 
 from engine_client import EngineClient, WeightKey
 
@@ -63,16 +63,16 @@ def quantised(where: str) -> dict[str, Any]:
     return made
 
 
-def engine(options: argparse.Namespace) -> None:
+def engine(name: str, device: str, directory: str) -> None:
     """Ready, then, when it is told: get the weights, say how, and what they answer."""
     import torch
 
-    where = torch_name(options.device)
+    where = torch_name(device)
     model = network()
     key = WeightKey(device="", name="model-int8", format="example", quantization="int8")
-    with EngineClient(options.device, directory=options.directory, label=options.engine) as client:
+    with EngineClient(device, directory=directory, label=name) as client:
         say(ready=True)
-        input()
+        wait_to_go()
         began = time.perf_counter()
         weights = client.get_or_publish(key, lambda: quantised(where))
         weights.bind(model)
@@ -80,16 +80,15 @@ def engine(options: argparse.Namespace) -> None:
         with torch.inference_mode():
             answer = float(model(torch.ones(1, WIDTH, device=where)).sum())
         say(seconds=seconds, how=weights.how, nbytes=weights.nbytes, answer=answer)
-        input()
+        wait_to_go()
 
 
 def demonstrate() -> None:
     device = choose_device()
     with tempfile.TemporaryDirectory(prefix="wb-") as name, running_broker(device, Path(name)):
-        common = ("--device", device, "--directory", name)
 
         def start(names: list[str]) -> list[Process]:
-            engines = [Process(__file__, each, "--engine", each, *common) for each in names]
+            engines = [Process(each, engine, each, device, name) for each in names]
             for each in engines:
                 each.hear()
             return engines
@@ -102,7 +101,6 @@ def demonstrate() -> None:
         with EngineClient(device, directory=name, label="onlooker") as client:
             status = client.status()
         for each in engines:
-            each.go()
             each.end()
         show(engines, status)
 
@@ -139,15 +137,8 @@ def show(engines: list[Process], status: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--engine", help=argparse.SUPPRESS)
-    parser.add_argument("--device", help=argparse.SUPPRESS)
-    parser.add_argument("--directory", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.engine:
-        engine(options)
-    else:
-        demonstrate()
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
+    demonstrate()
 
 
 if __name__ == "__main__":

