@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from broker.errors import (
 from broker.platform import platform_steps
 from engine_client import Checkpoint, EngineClient
 from engine_client.session import connect
+from tests.processes.conftest import brokers
 from tests.support.clock import SCALE, eventually
 from tests.support.processes import (
     ROOT,
@@ -44,6 +46,13 @@ NO_PLATFORM_EXIT = 3
 StartBroker = Callable[..., RunningBroker]
 StartEngine = Callable[..., Engine]
 SIGNALS = [signal.SIGTERM, signal.SIGINT]
+
+
+@pytest.fixture
+def start_broker(broker_dir: Path) -> Iterator[StartBroker]:
+    """Brokers that start as a user's do: with an interpreter of their own."""
+    with brokers(broker_dir) as start:
+        yield partial(start, cold=True)
 
 
 @pytest.fixture

@@ -20,12 +20,13 @@ from engine_client import EngineClient
 from engine_client.observer import Observer
 from tests.support.clock import SCALE, eventually
 from tests.support.raw import RawDealer
+from tests.support.warm_start import ROOT as ROOT  # whoever starts processes wants it too
+from tests.support.warm_start import WarmProcess
 
 START_SECONDS = 20.0
 ANSWER_SECONDS = 30.0
 RIGHT_SECONDS = 1.0
 """Within this the books are right again after a death (DESIGN promise 5, issue of the whole)."""
-ROOT = Path(__file__).resolve().parents[2]
 LOADER_FAULTS = Path(__file__).parent / "loader_faults"
 
 
@@ -75,7 +76,8 @@ class RunningBroker:
 
     `pid` and `process` are the keeper's, which is the one to send signals to; `server_pid()` is of
     the process it has started to answer engines. `within` is the beginning of a command that runs
-    another.
+    another. `cold` is one that imports everything itself, as any does that is run in a way of its
+    own; the others are forked (tests/support/warm.py).
     """
 
     def __init__(
@@ -85,26 +87,34 @@ class RunningBroker:
         device: str = "simulated",
         environ: Mapping[str, str] | None = None,
         within: Sequence[str] = (),
+        cold: bool = False,
     ) -> None:
         self.directory = directory
         self.log = directory / "broker.log"
         self._log_file = self.log.open("a")
         self._loader_order = directory / "loader-order"
         self._dealer: RawDealer | None = None
-        always = ("--device", device, "--dir", str(directory))
-        self.process = subprocess.Popen(
-            [*within, sys.executable, "-m", "broker", "serve", *always, *options],
-            stdout=subprocess.PIPE,
-            stderr=self._log_file,
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(LOADER_FAULTS),
-                "WEIGHT_BROKER_TEST_LOADER": str(self._loader_order),
-                **(environ or {}),
-            },
-            text=True,
-        )
+        arguments = ("serve", "--device", device, "--dir", str(directory), *options)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(LOADER_FAULTS),
+            "WEIGHT_BROKER_TEST_LOADER": str(self._loader_order),
+            **(environ or {}),
+        }
+        self.process: subprocess.Popen[str] | WarmProcess
+        if cold or environ or within:
+            self.process = subprocess.Popen(
+                [*within, sys.executable, "-m", "broker", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=self._log_file,
+                cwd=ROOT,
+                env=environment,
+                text=True,
+            )
+        else:
+            self.process = WarmProcess(
+                "broker", *arguments, environ=environment, stderr=self._log_file.fileno()
+            )
         assert self.process.stdout is not None
         self._lines = Lines(self.process.stdout)
         try:
@@ -258,14 +268,18 @@ class Engine(Closeable):
         within: Sequence[str] = (),
         directory: Path | None = None,
     ) -> None:
-        where = str(directory or broker.directory)
-        self.process = subprocess.Popen(
-            [*within, sys.executable, "-m", "tests.support.engine", where, *options],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            text=True,
-        )
+        arguments = (str(directory or broker.directory), *options)
+        self.process: subprocess.Popen[str] | WarmProcess
+        if within:
+            self.process = subprocess.Popen(
+                [*within, sys.executable, "-m", "tests.support.engine", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                cwd=ROOT,
+                text=True,
+            )
+        else:
+            self.process = WarmProcess("tests.support.engine", *arguments, has_input=True)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self._input = self.process.stdin
@@ -368,9 +382,13 @@ def resident_bytes(pid: int) -> int:
 
 def processes_of(directory: Path) -> list[int]:
     """Brokers of this directory and their loaders, whoever their parent is now."""
-    mark = f"WEIGHT_BROKER_TEST_LOADER={directory}/".encode()
+    mark, log = f"WEIGHT_BROKER_TEST_LOADER={directory}/".encode(), f"{directory}/broker.log"
     pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in pids if mark in _environment(pid) and is_alive(pid)]
+    return [
+        pid
+        for pid in pids
+        if (mark in _environment(pid) or _error_output(pid) == log) and is_alive(pid)
+    ]
 
 
 def _environment(pid: int) -> bytes:
@@ -378,3 +396,11 @@ def _environment(pid: int) -> bytes:
         return Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:  # gone meanwhile, or not ours
         return b""
+
+
+def _error_output(pid: int) -> str:
+    """Where its standard error goes: a forked broker has the environment of another."""
+    try:
+        return os.readlink(f"/proc/{pid}/fd/2")  # noqa: PTH115
+    except OSError:  # gone meanwhile, or not ours
+        return ""
