@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from broker.credentials import group_id
 from broker.device_names import AUTO, is_simulated, means_gpus
 from broker.errors import BadRequest
 from broker.journal.file import LEAST_BYTES
@@ -28,6 +31,21 @@ MOST_BYTES = (1 << 63) - 1
 """Of any size: what a signed number of 64 bits holds, as messages and journals have them."""
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_NONE = type(None)
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "name": ((str,), "text"),
+    "directory": ((str, os.PathLike, _NONE), "a path or None"),
+    "device": ((str,), 'text, such as "cuda:0"'),
+    "memory_limit": ((str, _NONE), 'text, such as "8g" or "80%", or None'),
+    "allow_loaders": ((bool,), "True or False"),
+    "loader_threads": ((int,), "a whole number"),
+    "limits": ((Limits,), "a broker.limits.Limits"),
+    "group": ((int, _NONE), "the number of a group or None"),
+    "log_format": ((str,), "text"),
+    "metrics": ((str, _NONE), 'text, such as "127.0.0.1:9464", or None'),
+    "journal_limit": ((int,), "a whole number of bytes"),
+}
+"""What each field may be, and how a sentence says so."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +67,16 @@ class BrokerConfig:
         log_format: one of `LOG_FORMATS` (logs.py).
         metrics: IP address and port where Prometheus may fetch metrics (metrics/); None: nowhere.
         journal_limit: bytes that the journal's files may have together (journal/); 0: no journal.
+
+    Raises:
+        BadRequest: a value that cannot be.
     """
 
     name: str = DEFAULT_NAME
-    directory: Path | None = None
+    directory: str | os.PathLike[str] | None = None
     device: str = AUTO
     memory_limit: str | None = None
-    preload: tuple[str, ...] = ()
+    preload: tuple[str | os.PathLike[str], ...] = ()
     allow_loaders: bool = False
     loader_threads: int = 2
     limits: Limits = field(default_factory=Limits)
@@ -65,6 +86,9 @@ class BrokerConfig:
     journal_limit: int = 4 << 20
 
     def __post_init__(self) -> None:
+        for name, (types, said) in _TYPES.items():
+            _check_type(name, getattr(self, name), types, said)
+        _check_preload(self.preload)
         self._check_places()
         check_device(self.device)
         if self.loader_threads < 1:
@@ -78,19 +102,46 @@ class BrokerConfig:
 
             parse_address(self.metrics)
         memory_limit_bytes(self.memory_limit, free_bytes=0, total_bytes=1)
+        if self.log_format not in LOG_FORMATS:
+            raise BadRequest(
+                f"--log-format {self.log_format!r}: choose {' or '.join(LOG_FORMATS)}",
+                setting="log-format",
+            )
+        if self.group is not None:
+            group_id(str(self.group))
+        _check_journal(self.journal_limit, self.journal_limit)
 
     def _check_places(self) -> None:
         """Name and paths, without a look at the disk."""
-        _check_path("dir", "" if self.directory is None else str(self.directory))
+        if self.directory == "":
+            raise BadRequest("--dir is empty: name a directory, or leave it off", setting="dir")
+        _check_path("dir", "" if self.directory is None else os.fspath(self.directory))
         for path in self.preload:
-            _check_path("preload", path)
+            _check_path("preload", os.fspath(path))
         try:
             check_name(self.name)
         except BadRequest as error:
             raise BadRequest(error.sentence, setting="name") from error
-        whole = None if self.directory is None else str(self.directory.absolute())
+        whole = None if self.directory is None else str(Path(self.directory).absolute())
         for candidate in candidate_directories({DIRECTORY_VARIABLE: whole} if whole else None):
             BrokerPaths(candidate, self.name)  # a path that is too long
+
+
+def _check_type(name: str, given: object, types: tuple[type, ...], said: str) -> None:
+    is_bool = isinstance(given, bool) and bool not in types  # which Python takes for a number
+    is_bytes = isinstance(given, os.PathLike) and not isinstance(given.__fspath__(), str)
+    if is_bool or is_bytes or not isinstance(given, types):
+        raise BadRequest(f"BrokerConfig: {name} must be {said}, not {given!r:.100}")
+
+
+def _check_preload(given: object) -> None:
+    """One path alone would be taken letter by letter."""
+    if isinstance(given, str | bytes) or not isinstance(given, Collection):
+        raise BadRequest(
+            f'BrokerConfig: preload must be a tuple of paths, ("/models/m",), not {given!r:.100}'
+        )
+    for path in given:
+        _check_type("each path of preload", path, (str, os.PathLike), "a path")
 
 
 def _check_path(setting: str, path: str) -> None:
@@ -132,16 +183,20 @@ def journal_bytes(text: str) -> int:
         nbytes = int(_bytes(text.strip().lower()))
     except (ValueError, KeyError, OverflowError) as error:
         raise _no_journal(text, "that is no number of bytes") from error
-    if nbytes > MOST_BYTES:
-        raise _no_journal(text, f"{MOST_BYTES} bytes is the most")
-    if nbytes != 0 and nbytes < LEAST_BYTES:
-        raise _no_journal(text, f"a journal needs {LEAST_BYTES} bytes")
+    _check_journal(nbytes, text)
     return nbytes
 
 
-def _no_journal(text: str, why: str) -> BadRequest:
+def _check_journal(nbytes: int, given: str | int) -> None:
+    if nbytes > MOST_BYTES:
+        raise _no_journal(given, f"{MOST_BYTES} bytes is the most")
+    if nbytes != 0 and nbytes < LEAST_BYTES:
+        raise _no_journal(given, f"a journal needs {LEAST_BYTES} bytes")
+
+
+def _no_journal(given: str | int, why: str) -> BadRequest:
     return BadRequest(
-        f"--journal-limit {text!r}: {why}; give bytes (4194304, 4m, 512k), or 0 for no journal",
+        f"--journal-limit {given!r}: {why}; give bytes (4194304, 4m, 512k), or 0 for no journal",
         setting="journal-limit",
     )
 
@@ -163,7 +218,7 @@ def check_device(device: str) -> None:
     """Raise `BadRequest` unless the name, or each of several, is one that a device can have."""
     if not is_simulated(device) and not means_gpus(device):
         raise BadRequest(
-            f"--device {device}: choose auto, cuda or simulated, or name GPUs by number (cuda:1) "
+            f"--device {device!r}: choose auto, cuda or simulated, or name GPUs by number (cuda:1) "
             "or UUID, several separated by commas",
             setting="device",
         )

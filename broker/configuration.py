@@ -82,12 +82,10 @@ class Configuration:
 
     def _broker_config(self) -> BrokerConfig:
         values = {name: found.value for name, found in self.settings.items()}
-        directory, group = values["dir"], values["group"]
-        if directory == "":
-            raise BadRequest("--dir is empty: name a directory, or leave it off", setting="dir")
+        group = values["group"]
         return BrokerConfig(
             name=values["name"],
-            directory=None if directory is None else Path(directory),
+            directory=values["dir"],
             device=",".join(values["device"]),
             memory_limit=values["memory-limit"],
             preload=tuple(values["preload"]),

@@ -115,6 +115,10 @@ class Limits:
     def __post_init__(self) -> None:
         for name, facts in LIMITS.items():
             value = getattr(self, name)
+            if type(value) is not int:
+                raise BadRequest(
+                    f"Limits: {name} must be a whole number, not {value!r:.100}", limit=name
+                )
             if not facts["least"] <= value <= facts["most"]:
                 raise BadRequest(
                     f"--limit {name}={value}: {facts['least']} to {facts['most']} "

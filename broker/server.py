@@ -236,7 +236,7 @@ class Server:
             from broker.preloading import preload  # with all that looks into checkpoints
 
             for path in self.config.preload:
-                self.preloads += preload(self, path)
+                self.preloads += preload(self, os.fspath(path))
 
     def _tell_ready(self) -> None:
         self.keeper.ready(

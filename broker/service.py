@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
+from pathlib import Path
 
 from broker.config import BrokerConfig
 from broker.journal.recording import keeper_journal
@@ -40,10 +41,11 @@ class Broker:
     def __init__(self, config: BrokerConfig) -> None:
         raise_descriptor_limit()
         report = check_ipc_platform_support(where="broker", device=config.device)
-        _look_at(config.preload)
+        preload = [os.fspath(path) for path in config.preload]
+        _look_at(preload)
         self._paths = paths = _paths(config)
         self._journal_limit = config.journal_limit
-        options = {**asdict(config), "directory": str(paths.directory)}
+        options = {**asdict(config), "directory": str(paths.directory), "preload": preload}
         served = json.dumps(options).encode()
         with ExitStack() as unused:
             metrics = unused.enter_context(_listen(config.metrics)) if config.metrics else None
@@ -86,6 +88,6 @@ def _listen(address: str) -> socket.socket:
 
 def _paths(config: BrokerConfig) -> BrokerPaths:
     given = config.directory
-    environ = None if given is None else {DIRECTORY_VARIABLE: str(given.absolute())}
+    environ = None if given is None else {DIRECTORY_VARIABLE: str(Path(given).absolute())}
     directory = broker_directory(environ, group=config.group)
     return BrokerPaths(directory, config.name, config.group)

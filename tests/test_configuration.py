@@ -113,7 +113,7 @@ def test_everything_at_once(file: Path) -> None:
         'journal-limit = "1m"\nmetrics = "[::1]:9"\nlimit.sessions = 9\n'
     )
     config = configure({}, {}, str(file)).broker_config()
-    assert (config.name, config.directory, config.device) == ("n", Path("/d"), "simulated")
+    assert (config.name, config.directory, config.device) == ("n", "/d", "simulated")
     assert (config.memory_limit, config.preload, config.group) == ("8g", ("/m",), 12)
     assert (config.allow_loaders, config.loader_threads) == (True, 3)
     assert (config.log_format, config.journal_limit) == ("json", 1 << 20)

@@ -68,7 +68,7 @@ def test_names_that_are_none(device: str) -> None:
     with pytest.raises(BadRequest) as caught:
         BrokerConfig(device=device)
     assert str(caught.value) == (
-        f"--device {device}: choose auto, cuda or simulated, or name GPUs by number (cuda:1) or "
+        f"--device {device!r}: choose auto, cuda or simulated, or name GPUs by number (cuda:1) or "
         "UUID, several separated by commas"
     )
 
@@ -78,4 +78,4 @@ def test_several_options_are_one_list() -> None:
     command = [sys.executable, "-m", "broker", "serve", "--device", "cuda:0", "--device", "mps"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("weight-broker: --device cuda:0,mps: choose auto, cuda or ")
+    assert done.stderr.startswith("weight-broker: --device 'cuda:0,mps': choose auto, cuda or ")
