@@ -94,6 +94,7 @@ class Keeper:
         self._is_up = False
         self._stopping = False
         self._is_ending = False
+        self._is_closed = False
         self._stop_signal = signal.SIGTERM
         self._kill_at = NEVER
         self._patience = (watchdog_seconds(os.getpid()) or NEVER) / 2
@@ -124,10 +125,11 @@ class Keeper:
         self._stopping = True
         if number in STOP_SIGNALS:  # SIGHUP means something else to the server
             self._stop_signal = number
-        os.eventfd_write(self._signals, 1)
+        if not self._is_closed:
+            os.eventfd_write(self._signals, 1)
 
     def run(self, on_ready: Callable[[str], None] | None = None) -> int:
-        """Keep a server running until one ends in order; its exit code.
+        """Keep a server running until one ends in order; its exit code. Closes the keeper.
 
         Args:
             on_ready: called with its line when the first server answers requests.
@@ -140,7 +142,7 @@ class Keeper:
                     return self._exit_code(code)
                 self._before_restart(code, time.monotonic() - started)
         finally:
-            self._close()
+            self.close()
 
     def _exit_code(self, code: int) -> int:
         if self._stopping and not self._is_up and code == -signal.SIGTERM:
@@ -364,7 +366,11 @@ class Keeper:
             while (ended := os.waitid(os.P_ALL, 0, _LOOK_ONLY)) and ended.si_pid != server:
                 os.waitpid(ended.si_pid, 0)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Give name, sockets and all that is kept back. Idempotent; not while `run` is at work."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         notify("STOPPING=1")
         for item in self._kept.values():
             _close_all(item.descriptors)
