@@ -38,6 +38,25 @@ def test_an_outdated_part_is_noticed() -> None:
     assert filled(changed) == ERRORS
 
 
+CODE = re.compile(r"^( *)```.*?^\1```$|<!--.*?-->|(`+)(?!`).+?(?<!`)\2(?!`)", re.DOTALL | re.M)
+
+
+def tags(text: str) -> list[str]:
+    """What would be a tag of HTML where the page is rendered: not what is code, or a comment."""
+    return re.findall(r"</?[A-Za-z][^<>\n]*>?", CODE.sub("", text))
+
+
+def test_no_word_disappears_as_a_tag() -> None:
+    """`<uid>` outside code is not seen on a rendered page: it is written `&lt;uid>`."""
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")]
+    found = {str(page.relative_to(ROOT)): tags(page.read_text()) for page in pages}
+    assert {page: words for page, words in found.items() if words} == {}
+    assert tags("a <uid> `<b>`, ``<c> ` ``\n```\n<d>\n```\n<!-- e --> &lt;f> </g") == [
+        "<uid>",
+        "</g",
+    ]
+
+
 def test_every_error_has_a_cause_and_a_cure() -> None:
     """reference/errors.md has each class once, in the order of the source, with both."""
     found = sections(ERRORS)
