@@ -20,6 +20,11 @@ def is_simulated(device: str) -> bool:
     return device in (SIMULATED, SIMULATED_UUID)
 
 
+def uuid_of(device: str) -> str:
+    """A device's UUID, given that or the simulated device's name."""
+    return SIMULATED_UUID if is_simulated(device) else device
+
+
 def means_gpus(device: str) -> bool:
     """Whether every name in the list (names separated by commas) is one of a GPU's."""
     return all(_GPU.fullmatch(name) for name in _names(device))

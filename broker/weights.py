@@ -70,10 +70,10 @@ class WeightKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         layout: parallel layout, e.g. {"tp_rank": 0, "tp_size": 2}; empty for the whole model.
         format: who laid the tensors out: "hf", "vllm-0.32.0", …
         quantization: the quantisation method's name, or "".
-        device: the device's UUID, never an index.
+        device: the device's UUID, never an index; "" in an engine's request: that engine's.
     """
 
-    device: str
+    device: str = ""
     name: str = ""
     checkpoint: str = ""
     dtype: str = ""

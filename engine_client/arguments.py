@@ -38,7 +38,13 @@ def device_name(given: DeviceName) -> str:
 
 def check_text(given: str | None, what: str) -> None:
     """Raise `UsageError` unless it is text, or None."""
-    if given is not None and not isinstance(given, str):
+    if given is not None:
+        check_name(given, what)
+
+
+def check_name(given: str, what: str) -> None:
+    """Raise `UsageError` unless it is text."""
+    if not isinstance(given, str):
         raise UsageError(f"{what} must be text, not {said_of(given)}")
 
 
@@ -59,9 +65,12 @@ def directory_of(given: str | os.PathLike[str] | None) -> Path | None:
 def path_of(given: str | os.PathLike[str], what: str) -> Path:
     """Raise `UsageError` unless it can be a path of text."""
     try:
-        return Path(given)
+        path = Path(given)
     except TypeError as error:
         raise UsageError(f"{what} must be a path, not {said_of(given)}") from error
+    if "\0" in str(path):
+        raise UsageError(f"{what} must be a path, and no path has a NUL character in it")
+    return path
 
 
 def check_function(given: object, what: str, does: str) -> None:
@@ -82,7 +91,7 @@ def check_progress(given: object) -> None:
 
 def check_seconds(given: float) -> None:
     """Raise `UsageError` unless it is a time that a process may take."""
-    if not (isinstance(given, int | float) and given > 0):
+    if isinstance(given, bool) or not (isinstance(given, int | float) and given > 0):
         raise UsageError(f"seconds must be a number above 0, not {given!r:.40}")
 
 

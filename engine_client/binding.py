@@ -132,8 +132,7 @@ def bind_module(
         UsageError: it is no module, or bound already, or the weights were released; or `names`
             gives one stored tensor to two places that are not tied.
     """
-    if not isinstance(module, Module):
-        raise UsageError(f"only a torch module can be bound, not {type(module).__name__}")
+    check_module(module)
     with _no_collection():
         plan = plan_bind(module, tensors, prefix, ignore, names)
         views = tensors.take(plan.names + list(plan.tied))
@@ -150,6 +149,12 @@ def bind_module(
         binding.guard = WriteGuard(binding)
         binding.guard.start()
     return binding
+
+
+def check_module(given: object) -> None:
+    """Raise `UsageError` unless it is a torch module."""
+    if not isinstance(given, Module):
+        raise UsageError(f"only a torch module can be bound, not {type(given).__name__}")
 
 
 def binding_of(module: Module) -> Binding | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from broker.errors import UsageError
 from broker.wire import Conversion
-from engine_client.arguments import check_text, said_of
+from engine_client.arguments import check_name, check_text, said_of
 from engine_client.dtypes import dtype_name
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class Checkpoint:
             raise UsageError(
                 f"Checkpoint: exceptions must give dtypes by name, not {said_of(self.exceptions)}"
             )
+        for name in self.exceptions:
+            check_name(name, "Checkpoint: a tensor's name in exceptions")
         _ = self.conversion
 
     @property

@@ -18,7 +18,7 @@ from broker.checkpoints.describe import describe_source
 from broker.checkpoints.files import open_checkpoint
 from broker.checkpoints.model_config import config_of
 from broker.closing import Closeable
-from broker.device_names import AUTO
+from broker.device_names import AUTO, uuid_of
 from broker.errors import BadRequest, BrokerError, NotFound, RequestTimeout, UsageError
 from broker.quantization import check_ipc_quant_support, quantization_config_in
 from broker.weights import WeightKey
@@ -26,11 +26,13 @@ from engine_client.arguments import (
     broker_of,
     check_function,
     check_layout,
+    check_name,
     check_progress,
     check_text,
     checked_key,
     device_name,
     directory_of,
+    said_of,
 )
 from engine_client.checkpoint import Checkpoint
 from engine_client.deadline import Deadline
@@ -333,13 +335,15 @@ class EngineClient(Operator, Publisher, Closeable):
         one answer of the broker.
 
         Args:
-            device: a UUID; None: the client's own.
+            device: a UUID, or "simulated"; None: the client's own.
 
         Raises:
             BadRequest: the broker does not serve it.
+            UsageError: it is no text.
             RequestTimeout, BrokerLost.
         """
-        uuid = self._device.properties.uuid if device is None else device
+        check_text(device, "resident_bytes: device")
+        uuid = self._device.properties.uuid if device is None else uuid_of(device)
         books = self.status()["devices"]
         if uuid not in books:
             raise BadRequest(
@@ -349,8 +353,17 @@ class EngineClient(Operator, Publisher, Closeable):
         return held
 
     def key_of(self, entry: Mapping[str, Any]) -> WeightKey:
-        """The key of a set as `status` lists it."""
-        return msgspec.convert(entry["key"], WeightKey)
+        """The key of a set as `status` lists it.
+
+        Raises:
+            UsageError: it is no such entry.
+        """
+        try:
+            return msgspec.convert(entry["key"], WeightKey)
+        except (TypeError, LookupError, msgspec.ValidationError) as error:
+            raise UsageError(
+                f"key_of takes one of status()['sets'], not {said_of(entry)}"
+            ) from error
 
     def watch(self, name: str) -> Watch:
         """Events of a name from now on: newer generations, evictions, the broker's end.
@@ -363,7 +376,7 @@ class EngineClient(Operator, Publisher, Closeable):
         Raises:
             Busy: this client watches too many names. BrokerLost.
         """
-        check_text(name, "the name to watch")
+        check_name(name, "the name to watch")
         return self._watches.open(name)
 
     def on_broker_lost(self, callback: Callable[[], None]) -> None:

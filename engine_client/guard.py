@@ -64,8 +64,7 @@ class WriteGuard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._is_active:
             for tensor in _written(func, args, kwargs):
                 name = self._binding.tensors.name_of(tensor)
-                # Once the weights are unmapped, their addresses may be anybody's.
-                if name is not None and is_shared_address(address_of(tensor)):
+                if name is not None:
                     raise UsageError(
                         f"{func} would write to {name!r}, which is shared with other engines and "
                         "mapped read-only: detach() the module first, or write to a copy",

@@ -99,6 +99,7 @@ class _Matching:
         self._plan = Plan()
         self._misfits = Misfits()
         self._used: set[str] = set()
+        self._named: set[str] = set()
 
     def plan(self, prefix: str, ignore: Sequence[str]) -> Plan:
         plan, layouts = self._plan, self._tensors.layouts
@@ -108,6 +109,8 @@ class _Matching:
         for same in self._apart(odd):
             self._match(same, plan.tied)
         own = self._match_buffers(buffers)
+        if self._names is not None:
+            self._misfits.no_place = [name for name in self._names if name not in self._named]
         if len(self._used) != len(layouts):
             left = [name for name in layouts if name not in self._used]
             plan.ignored = left
@@ -168,6 +171,7 @@ class _Matching:
         return odd, buffers
 
     def _stored_for(self, name: str, held: Tensor) -> str:
+        self._named.add(name)
         stored = (self._names or {})[name]
         if self._owners.setdefault(stored, held) is not held:
             raise UsageError(

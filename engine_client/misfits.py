@@ -24,6 +24,7 @@ class Misfits:
         ties: stored names of one tied parameter whose bytes differ.
         on_meta: what is to keep its own values and has none: buffers that are not stored, and
             whatever `names` gives nothing to.
+        no_place: what `names` gives a stored tensor to and the module does not have.
         unexpected: stored names that the module has no place for.
     """
 
@@ -32,6 +33,7 @@ class Misfits:
     mismatched: dict[str, dict[str, str]] = field(default_factory=dict)
     ties: list[list[str]] = field(default_factory=list)
     on_meta: list[str] = field(default_factory=list)
+    no_place: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
@@ -62,6 +64,7 @@ class Misfits:
             mismatched=self.mismatched,
             on_meta=self.on_meta,
             tie_conflicts=self.ties,
+            no_place=self.no_place,
             prefix=added or lacking,
         )
 
@@ -72,6 +75,7 @@ class Misfits:
             for name, what in self.mismatched.items()
         ]
         return [
+            _listed("named in `names` and not in the module", self.no_place),
             _listed("missing from the stored weights", missing),
             _listed("without a place in the module", self.unexpected),
             _listed("of another dtype or shape", mismatched),
@@ -82,6 +86,8 @@ class Misfits:
         ]
 
     def _advice(self) -> str:
+        if self.no_place:
+            return "`names` gives stored names by the module's: named_parameters() lists those."
         if self.missing or self.missing_buffers:
             return "Check that the module was built from this checkpoint's own config."
         if self.mismatched:
@@ -97,6 +103,8 @@ class Misfits:
 
     def _reason(self) -> str:
         """One word for programs: the gravest of the misfits."""
+        if self.no_place:
+            return "no_place"
         if self.missing:
             return "missing_parameter"
         if self.missing_buffers:

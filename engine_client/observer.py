@@ -13,10 +13,10 @@ from broker.checkpoints.describe import describe_source
 from broker.checkpoints.files import open_checkpoint
 from broker.checkpoints.model_config import config_of
 from broker.closing import Closeable
-from broker.device_names import SIMULATED_UUID, is_simulated
-from broker.errors import BadRequest, BrokerLost, RequestTimeout, StaleEpoch, UsageError
+from broker.device_names import uuid_of
+from broker.errors import BadRequest, BrokerLost, RequestTimeout, StaleEpoch
 from broker.quantization import check_ipc_quant_support, quantization_config_in
-from engine_client.arguments import broker_of, check_text, directory_of, path_of, said_of
+from engine_client.arguments import broker_of, check_name, check_text, directory_of, path_of
 from engine_client.deadline import Deadline
 from engine_client.progress import shown
 from engine_client.session import Session, connect
@@ -45,8 +45,9 @@ class Operator:
 
         Raises:
             NotFound: no such set.
+            BadRequest: it is the id of one and the name of another.
         """
-        check_text(weights, "evict: the set")
+        check_name(weights, "evict: the set")
         message = wire.Evict(weights)
         return self._session.call("evict", message, wire.Evicted, deadline=Deadline(timeout))
 
@@ -57,8 +58,9 @@ class Operator:
 
         Raises:
             NotFound: no such set.
+            BadRequest: it is the id of one and the name of another.
         """
-        check_text(weights, "pin: the set")
+        check_name(weights, "pin: the set")
         message = wire.Pin(weights)
         return self._session.call("pin", message, wire.Pinned, deadline=Deadline(timeout))
 
@@ -67,8 +69,9 @@ class Operator:
 
         Raises:
             NotFound: no such set.
+            BadRequest: it is the id of one and the name of another.
         """
-        check_text(weights, "unpin: the set")
+        check_name(weights, "unpin: the set")
         message = wire.Unpin(weights)
         return self._session.call("unpin", message, wire.Pinned, deadline=Deadline(timeout))
 
@@ -150,16 +153,17 @@ class Observer(Operator, Closeable):
             NotFound, LoadFailed, UnsupportedQuantForIPCError, OverBudget, BrokerLost: as `acquire`.
         """
         path_of(path, "publish: the checkpoint")
-        if not isinstance(name, str):
-            raise UsageError(f"publish: the name must be text, not {said_of(name)}")
+        check_name(name, "publish: the name")
         check_text(generation, "publish: generation")
         check_text(device, "publish: device")
         served = self._session.devices
         if device is None and len(served) != 1:
             raise BadRequest(f"this broker serves {', '.join(served)}: say on which with --device")
-        if device is not None and is_simulated(device):
-            device = SIMULATED_UUID
-        demand = wire.Demand(device=device or served[0], name=name, generation=generation)
+        demand = wire.Demand(
+            device=served[0] if device is None else uuid_of(device),
+            name=name,
+            generation=generation,
+        )
         with open_checkpoint(path) as opened:
             config = config_of(opened)
             check_ipc_quant_support(quantization_config_in(config or {}), where="engine")

@@ -116,9 +116,9 @@ class SlabStorages:
         self._device_word = _device_word(whole)
         self._rows = array.array("Q")
         self._dims: list[array.array[int]] = []
-        key = next(_keys)
-        _mapped[key] = _Slab(self.address, self.nbytes, weakref.ref(self))
-        unmap = weakref.finalize(owner, _unmap, key, mapping, on_last_release, self._pid)
+        self._key = next(_keys)
+        _mapped[self._key] = _Slab(self.address, self.nbytes, weakref.ref(self))
+        unmap = weakref.finalize(owner, _unmap, self._key, mapping, on_last_release, self._pid)
         unmap.atexit = False
 
     def describe(
@@ -188,6 +188,11 @@ class SlabStorages:
     @property
     def is_closed(self) -> bool:
         return self._whole is None
+
+    @property
+    def is_mapped(self) -> bool:
+        """Until it was closed and the last storage has died."""
+        return self._key in _mapped
 
     def _exportable(self) -> Tensor:
         if self._whole is None:

@@ -192,8 +192,9 @@ class SlabTensors:
         return names + ([f"({more} more)"] if more > 0 else [])
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's elements lie in this slab. False for one without elements."""
-        if tensor.device != self.device:
+        """Whether a tensor's elements lie in this slab. False for one without elements, and for all
+        once the slab is unmapped: its addresses may be anybody's."""
+        if tensor.device != self.device or not self._storages.is_mapped:
             return False
         return 0 <= address_of(tensor) - self._storages.address < self._storages.nbytes
 

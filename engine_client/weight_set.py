@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from broker.errors import UsageError
 from broker.weights import ITEM_BYTES, Manifest, WeightKey, storage_extent
-from engine_client.arguments import check_text, check_text_by_name, check_texts, said_of
+from engine_client.arguments import (
+    check_name,
+    check_text,
+    check_text_by_name,
+    check_texts,
+    said_of,
+)
 from engine_client.deadline import Deadline
 from engine_client.lease import Lease, LeasedMapping
 from engine_client.shielded import shielded
@@ -163,17 +169,22 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
                 that gets a stored tensor, and that tensor's. All other places keep what they have.
 
         Raises:
-            BindError: with every missing, unexpected and mismatched name; the module is unchanged.
+            BindError: with every missing, unexpected and mismatched name, and whatever `names` has
+                that the module has not; the module is unchanged.
             UsageError: released, the module is bound already, or an argument is of a type that
                 cannot be used.
         """
         from engine_client.binding import bind_module
 
-        check_text(prefix, "bind: prefix")
+        check_name(prefix, "bind: prefix")
         check_texts(ignore, "bind: ignore", '["lm_head.*"]')
         check_text_by_name(
             names, "bind: names must give the stored name of each place by the module's"
         )
+        if names is not None and not names:
+            raise UsageError(
+                "bind: names gives no place a stored tensor; leave it out where names are the same"
+            )
         return bind_module(
             module, self._tensors(), ignore=ignore, prefix=prefix, names=names, guard=guard
         )
@@ -188,8 +199,9 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         self._binding_of(module).detach()
 
     def _binding_of(self, module: torch.nn.Module) -> Binding:
-        from engine_client.binding import binding_of
+        from engine_client.binding import binding_of, check_module
 
+        check_module(module)
         binding = binding_of(module)
         if binding is None or binding.tensors is not self._slab:
             raise UsageError("this module is not bound to these weights")

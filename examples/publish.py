@@ -69,7 +69,7 @@ def engine(name: str, device: str, directory: str) -> None:
 
     where = torch_name(device)
     model = network()
-    key = WeightKey(device="", name="model-int8", format="example", quantization="int8")
+    key = WeightKey(name="model-int8", format="example", quantization="int8")
     with EngineClient(device, directory=directory, label=name) as client:
         say(ready=True)
         wait_to_go()

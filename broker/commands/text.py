@@ -30,11 +30,14 @@ def warn_of_left_off(report: dict[str, Any]) -> None:
 
 def table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     """Lines of a plain table, columns two spaces apart."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    from rich.cells import cell_len  # only who prints a table waits for rich
+
+    widths = [max(map(cell_len, column)) for column in zip(header, *rows, strict=True)]
+    padded = [
+        [cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)]
         for row in (header, *rows)
     ]
+    return ["  ".join(row).rstrip() for row in padded]
 
 
 _UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))

@@ -118,6 +118,7 @@ class Books(Restoring):
 
         Raises:
             NotFound: no set has this id, name or identity.
+            BadRequest: it is one set's id and the name of another.
         """
         meant = self._meant(request.set)
         draining = [record.id for record in meant if record.leases]
@@ -202,14 +203,23 @@ class Books(Restoring):
         return meant
 
     def _named(self, text: str) -> list[WeightSet]:
-        """The set of this id; only if there is none, those of this name or identity."""
-        if text.isdecimal() and int(text) in self.sets:
-            return [self.sets[int(text)]]
-        return [
+        """The set of this id, or those of this name or identity: a name may look like an id."""
+        named = [
             record
             for record in self.sets.values()
             if text and text in (record.key.checkpoint, record.key.name, *record.names)
         ]
+        numbered = self.sets.get(int(text)) if text.isdecimal() else None
+        if numbered is None:
+            return named
+        others = [str(record.id) for record in named if record is not numbered]
+        if others:
+            raise BadRequest(
+                f"{text!r} is the id of set {numbered.id} and the name of set {', '.join(others)}: "
+                "say which by another id, a name or a content identity",
+                set=text,
+            )
+        return [numbered]
 
     def leases(self) -> list[tuple[int, int, str]]:
         """(set, session, lease) of every lease."""

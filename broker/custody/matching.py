@@ -10,7 +10,7 @@ from broker.errors import Mismatch
 from broker.weights import WeightKey
 from broker.wire import Demand
 
-_LOADED_FORMAT = WeightKey(device="").format
+_LOADED_FORMAT = WeightKey().format
 _FIELDS = ("device", "checkpoint", "dtype", "layout", "format", "quantization")
 
 

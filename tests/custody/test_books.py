@@ -157,13 +157,17 @@ def test_evicted_while_nobody_leases_it() -> None:
 
 
 def test_evicted_by_name() -> None:
-    """A name means every set that has it, an id exactly one, whatever it is called elsewhere."""
+    """A name means every set that has it, an id exactly one; what is both, of two sets, neither."""
     desk = Desk()
     engine = desk.engine()
     desk.load(1, "blake3:1", engine, fingerprint="shape-1", name="m")
     desk.load(2, "blake3:2", desk.engine(), fingerprint="shape-2", name="m")
     desk.load(3, "blake3:3", desk.engine(), fingerprint="shape-3", name="1")
-    assert desk.evict("1") == [Reply(desk.ticket, wire.Evicted([1], [1]))]
+    desk.load(4, "blake3:4", desk.engine(), fingerprint="shape-4", name="4")
+    with pytest.raises(BadRequest, match=r"^'1' is the id of set 1 and the name of set 3: say"):
+        desk.evict("1")
+    assert desk.evict("3") == [Reply(desk.ticket, wire.Evicted([3], [3]))]
+    assert desk.evict("4") == [Reply(desk.ticket, wire.Evicted([4], [4]))]
     assert desk.evict("m") == [Reply(desk.ticket, wire.Evicted([1, 2], [1, 2]))]
 
 

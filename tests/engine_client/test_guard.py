@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import inspect
 import threading
 from collections.abc import Callable
@@ -118,6 +119,20 @@ def test_the_guard_of_a_bind_stands_until_the_module_is_detached(make_slab: Make
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
+def test_a_slab_that_is_gone_has_no_names(make_slab: MakeSlab) -> None:
+    """A guard that outlives its module accuses nobody of writing to what lies there by now."""
+    module = nn.Linear(2, 2)
+    tensors = make_slab(stored(module)).open()
+    binding = bind_module(module, tensors, guard=True)
+    address = module.weight.data_ptr()
+    del module
+    tensors.close()
+    later = torch.frombuffer((ctypes.c_ubyte * 16).from_address(address), dtype=torch.uint8)
+    assert tensors.name_of(later) is None
+    assert binding.guard is not None
+    binding.guard.stop()
+
+
 def test_a_guard_that_is_not_the_innermost_mode_lets_everything_through(
     make_slab: MakeSlab,
 ) -> None:
@@ -212,17 +227,3 @@ def test_load_state_dict_looks_as_it_did(binding: Binding) -> None:
     assert "Copy parameters and buffers" in (nn.Module.load_state_dict.__doc__ or "")
     signature = inspect.signature(nn.Module.load_state_dict)
     assert list(signature.parameters) == ["self", "state_dict", "strict", "assign"]
-
-
-def test_addresses_that_are_anybodys_again(
-    binding: Binding, module: TiedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once nothing is mapped there any more, what lies there is not shared."""
-    with WriteGuard(binding), pytest.raises(UsageError):
-        next(module.parameters()).zero_()
-    monkeypatch.setattr("engine_client.guard.is_shared_address", lambda _address: False)
-    private = torch.ones(2)
-    monkeypatch.setattr(binding.tensors, "name_of", lambda _tensor: "a name of before")
-    with WriteGuard(binding):
-        private.zero_()
-    assert not private.any()

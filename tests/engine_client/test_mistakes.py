@@ -125,6 +125,39 @@ MISTAKES: dict[str, tuple[Callable[[EngineClient], object], type[BrokerError], s
         UsageError,
         "loader must be a function .*, not the int 5",
     ),
+    "get_or_load: a yes for a time": (
+        lambda c: c.get_or_load("x", dict, seconds=True),
+        UsageError,
+        "seconds must be a number above 0, not True",
+    ),
+    "watch: nothing": (
+        lambda c: c.watch(wrong(None)),
+        UsageError,
+        "the name to watch must be text, not NoneType",
+    ),
+    "evict: nothing": (
+        lambda c: c.evict(wrong(None)),
+        UsageError,
+        "evict: the set must be text, not NoneType",
+    ),
+    "pin: nothing": (lambda c: c.pin(wrong(None)), UsageError, "pin: the set must be text"),
+    "unpin: nothing": (lambda c: c.unpin(wrong(None)), UsageError, "unpin: the set must be text"),
+    "acquire: a tensor without a name": (
+        lambda c: c.acquire(Checkpoint("m", dtype="float16", exceptions={wrong(5): "float32"})),
+        UsageError,
+        "a tensor's name in exceptions must be text, not the int 5",
+    ),
+    "resident_bytes: no device": (
+        lambda c: c.resident_bytes(wrong([])),
+        UsageError,
+        "resident_bytes: device must be text, not list",
+    ),
+    "key_of: no entry": (
+        lambda c: c.key_of({}),
+        UsageError,
+        r"key_of takes one of status\(\)\['sets'\], not dict",
+    ),
+    "key_of: a number": (lambda c: c.key_of(wrong(5)), UsageError, "key_of takes one .*the int 5"),
     "acquire: layout": (
         lambda c: c.acquire("x", layout={"tp": wrong(object())}),
         UsageError,
@@ -270,8 +303,15 @@ def test_bound_to_no_module(client: EngineClient, tmp_path: Path) -> None:
             weights.bind(torch.nn.Linear(1, 1), names=wrong(["weight"]))
         with pytest.raises(UsageError, match="bind: names must give the stored name of each"):
             weights.bind(torch.nn.Linear(1, 1), names={"weight": wrong(5)})
-        with pytest.raises(UsageError, match="bind: prefix must be text, not the int 3"):
-            weights.bind(torch.nn.Linear(1, 1), prefix=wrong(3))
+        with pytest.raises(UsageError, match="bind: names gives no place a stored tensor"):
+            weights.bind(torch.nn.Linear(1, 1), names={})
+        for prefix, said in ((3, "the int 3"), (None, "NoneType")):
+            with pytest.raises(UsageError, match=f"bind: prefix must be text, not {said}"):
+                weights.bind(torch.nn.Linear(1, 1), prefix=wrong(prefix))
+        for call in (weights.detach, weights.swap):
+            for what in (None, 5):
+                with pytest.raises(UsageError, match="only a torch module can be bound, not "):
+                    call(wrong(what))
         with pytest.raises(UsageError, match="read: offset and size must be whole numbers, not st"):
             weights.read(wrong("0"), 4)
 
@@ -314,6 +354,7 @@ def test_observers_of_nothing(live_broker: RunningBroker, make: Callable[..., ob
     for arguments, sentence in (
         ((5,), "broker must be text, not the int 5"),
         (("default", 5), "directory must be a path, not the int 5"),
+        (("default", "a\0b"), "directory must be a path, and no path has a NUL"),
     ):
         with pytest.raises(UsageError, match=sentence):
             make(*arguments)

@@ -96,3 +96,26 @@ def test_one_stored_tensor_for_two_that_are_not_tied(make_slab: MakeSlab) -> Non
     with pytest.raises(UsageError, match=r"'wte' is to become 'head\.weight' and another"):
         bind_module(module, tensors, names=NAMES)
     assert snapshot(module) == before
+
+
+@pytest.mark.parametrize("odd", ["wieght", "norm", "norm.weight.", ""])
+def test_a_name_that_is_no_place(make_slab: MakeSlab, odd: str) -> None:
+    """A misspelt one would leave its place with whatever it has: refused, the module unchanged."""
+    tensors = make_slab(renamed(TiedModel())).open()
+    module = TiedModel()
+    before = snapshot(module)
+    with pytest.raises(BindError, match="1 named in `names` and not in the module") as refusal:
+        bind_module(module, tensors, names={"norm.bias": "ln.b", odd: "ln.g"})
+    assert refusal.value.fields["no_place"] == [odd]
+    assert refusal.value.reason == "no_place"
+    assert snapshot(module) == before
+
+
+def test_a_name_of_a_place_without_a_tensor(make_slab: MakeSlab) -> None:
+    """A bias that the module does without is no place."""
+    module = nn.Linear(4, 4, bias=False)
+    names = {"weight": "w", "bias": "b"}
+    tensors = make_slab({"w": torch.ones(4, 4), "b": torch.ones(4)}).open()
+    with pytest.raises(BindError) as refusal:
+        bind_module(module, tensors, names=names)
+    assert refusal.value.fields["no_place"] == ["bias"]
