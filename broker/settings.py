@@ -29,6 +29,7 @@ class Kind(Enum):
     """What a value is, and so how it is written in a variable and in the file."""
 
     TEXT = "a text"
+    TEXT_OR_NUMBER = "a text or a whole number"
     NUMBER = "a whole number"
     SWITCH = "true or false"
     LIST = "a list of texts"
@@ -93,8 +94,10 @@ class Setting:
             self.kind is Kind.NUMBER and isinstance(value, int) and not isinstance(value, bool)
         ):
             return _bounded(value)
-        elif self.kind is Kind.TEXT and isinstance(value, str):
+        elif self.kind in (Kind.TEXT, Kind.TEXT_OR_NUMBER) and isinstance(value, str):
             return self._checked(value)
+        elif self.kind is Kind.TEXT_OR_NUMBER and type(value) is int:
+            return str(_bounded(value))  # as an option and a variable have it
         raise ValueError(f"must be {self.kind.value}")
 
     def _checked(self, text: str) -> str:
@@ -154,7 +157,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "memory-limit",
-        Kind.TEXT,
+        Kind.TEXT_OR_NUMBER,
         "how much of each device the weights may take: bytes (8g, 512m) or a share (80%); default: "
         "what is free at the start less a sixteenth",
         metavar="BYTES|SHARE",
@@ -175,7 +178,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "group",
-        Kind.TEXT,
+        Kind.TEXT_OR_NUMBER,
         "members of this group (a name or number) may use the broker too; default: nobody else",
         metavar="GROUP",
     ),
@@ -210,7 +213,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "journal-limit",
-        Kind.TEXT,
+        Kind.TEXT_OR_NUMBER,
         "bytes that the journal of events beside the sockets may take; 0: keep none",
         default="4m",
         metavar="BYTES",

@@ -120,6 +120,15 @@ def test_everything_at_once(file: Path) -> None:
     assert (config.metrics, config.limits.sessions) == ("[::1]:9", 9)
 
 
+@pytest.mark.parametrize("quote", ["", '"'])
+def test_amounts_and_groups_may_be_numbers(file: Path, quote: str) -> None:
+    """What is bytes, or the number of a group, needs no quotes in the file."""
+    values = {"memory-limit": 1048576, "journal-limit": 0, "group": 0}
+    file.write_text("".join(f"{name} = {quote}{n}{quote}\n" for name, n in values.items()))
+    config = configure({}, {}, str(file)).broker_config()
+    assert (config.memory_limit, config.journal_limit, config.group) == ("1048576", 0, 0)
+
+
 # --- what is refused ----------------------------------------------------------------------------
 
 
@@ -162,6 +171,11 @@ def test_everything_at_once(file: Path) -> None:
         ('metrics = "127.0.0.1:99999"', "give an IP address of this machine and a port"),
         ('journal-limit = "1k"', "a journal needs 65536 bytes"),
         ('journal-limit = "-1"', "a journal needs 65536 bytes"),
+        ("journal-limit = -1", "a journal needs 65536 bytes"),
+        ("memory-limit = true", "memory-limit must be a text or a whole number, not True"),
+        ("memory-limit = 0.5", "memory-limit must be a text or a whole number, not 0.5"),
+        ("group = -1", "there is no group '-1'"),
+        ("group = 0x" + "f" * 5000, "group must be 9223372036854775807 at most, not that"),
         ('journal-limit = "nan"', "that is no number of bytes"),
         ("name = ", "is not a TOML file"),
     ],
@@ -329,5 +343,5 @@ def test_print_config(
 def test_names() -> None:
     """Option, variable and key of a setting differ in nothing but their spelling."""
     setting = BY_NAME["memory-limit"]
-    assert setting.kind is Kind.TEXT
+    assert setting.kind is Kind.TEXT_OR_NUMBER
     assert (setting.option, setting.variable) == ("--memory-limit", "WEIGHT_BROKER_MEMORY_LIMIT")

@@ -27,7 +27,7 @@ EXAMPLES: Examples = (
 def add_to(commands: Commands) -> None:
     text = "print what makes a shell complete commands, options and paths"
     parser = add_plain(commands, "completion", print_completion, text, examples=EXAMPLES)
-    parser.add_argument("shell", choices=SHELLS, help="whose")
+    parser.add_argument("shell", choices=SHELLS, help="bash, zsh or fish")
 
 
 def print_completion(options: argparse.Namespace) -> int:

@@ -23,7 +23,10 @@ def add_to(commands: Commands) -> None:
             "publish /models/m --name prod",
             "load it if need be; it is then prod's newest generation",
         ),
-        ("publish /models/m --name prod --generation rc1", "the same with a label of one's own"),
+        (
+            "publish /models/m2 --name prod --generation rc1",
+            "another checkpoint, with a label of one's own",
+        ),
     )
     text = "make a checkpoint, loaded if need be, the newest generation of a name"
     publish = add_command(
@@ -98,8 +101,9 @@ def publish_checkpoint(options: argparse.Namespace) -> int:
     """Returns when the generation is resident."""
     from broker.wire import is_name  # needs msgspec, which not every command does
 
-    if not is_name(options.line):
-        raise BadRequest(f"--name {options.line!r}: give a printable name of 1 to 256 bytes")
+    for option, text in (("--name", options.line), ("--generation", options.generation)):
+        if text is not None and not is_name(text):
+            raise BadRequest(f"{option} {text!r}: give a printable name of 1 to 256 bytes")
     try:
         with observe(options) as client:
             granted = client.publish_checkpoint(

@@ -6,6 +6,7 @@ Words of the command line are shown so that they cannot move a terminal's cursor
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -14,6 +15,9 @@ from broker.suggest import did_you_mean
 
 _MISSING = "the following arguments are required: "
 """How argparse begins to say so, where it speaks English."""
+_NO_VALUE = re.compile(r"argument (\S+): expected one argument")
+_NO_NUMBER = re.compile(r"argument (\S+): invalid int value: (.*)", re.DOTALL)
+"""So do these: it names the option, and has no cure."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -23,6 +27,11 @@ class Parser(argparse.ArgumentParser):
         if message.startswith(_MISSING):
             names = message.removeprefix(_MISSING).split(", ")
             message = "; ".join(map(self._missing, names))
+        elif no_value := _NO_VALUE.fullmatch(message):
+            given = f"{no_value[1]}=VALUE"
+            message = f"{no_value[1]} lacks its value; one that begins with a dash goes in {given}"
+        elif no_number := _NO_NUMBER.fullmatch(message):
+            message = f"{no_number[1]} must be a whole number, not {no_number[2]}"
         super().error(printable(message))
 
     def _missing(self, name: str) -> str:

@@ -168,13 +168,36 @@ def test_abbreviated_options() -> None:
         ("publish --name prod", "path is missing: a folder, or one safetensors file"),
         ("evict", "set is missing: a set's id, name or content identity"),
         ("report", "OUT.html is missing: the page"),
-        ("completion", "shell is missing: whose"),
+        ("completion", "shell is missing: bash, zsh or fish"),
         ("", "COMMAND is missing"),
     ],
 )
 def test_something_is_missing(typed: str, missing: str, capsys: Capture) -> None:
     """What is missing is named, and what belongs there said."""
     assert f"error: {missing}" in refused(typed.split(), capsys)
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("serve --memory-limit -1g", "--memory-limit lacks its value; one that begins with a dash"),
+        ("report --last -1h", "goes in --last=VALUE"),
+        ("serve --memory-limit", "--memory-limit lacks its value"),
+        ("serve --loader-threads x", "--loader-threads must be a whole number, not 'x'"),
+    ],
+)
+def test_a_value_is_missing_or_no_number(typed: str, words: str, capsys: Capture) -> None:
+    """It is said what belongs there, and how a value is given that looks like an option."""
+    assert words in refused(typed.split(), capsys).partition("error: ")[2]
+
+
+@pytest.mark.parametrize("option", ["--name", "--generation"])
+def test_a_label_that_cannot_be(option: str, capsys: Capture) -> None:
+    """Name and generation are looked at before a broker is asked, and named as they are typed."""
+    typed = ["publish", "/m", "--name", "prod", option, ""]
+    assert main(typed) == BadRequest.exit_code
+    said = f"weight-broker: {option} '': give a printable name of 1 to 256 bytes\n"
+    assert capsys.readouterr().err == said
 
 
 def test_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
