@@ -46,7 +46,7 @@ def broker() -> Iterator[RunningBroker]:
     """Started as the README starts it."""
     (serve,) = [step for step in steps(README) if "weight-broker serve" in step.command]
     options = shlex.split(serve.command, comments=True)
-    assert options == ["weight-broker", "serve", "--device", "simulated", "&"]
+    assert options == ["weight-broker", "serve", "--device", "simulated", "2>", "log", "&"]
     with private_directory() as directory, brokers(directory) as start:
         yield start()
 
