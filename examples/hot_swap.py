@@ -97,11 +97,12 @@ def serve(name: str, device: str, directory: str) -> None:
                 break
             if newer.is_set():
                 newer.clear()
-                began = time.perf_counter()
+                before, began = weights.generation, time.perf_counter()
                 weights = weights.swap(model)
                 milliseconds = (time.perf_counter() - began) * 1000
-                said = f"is on generation {weights.generation} after {passes} passes"
-                say(what=f"{said}; moving took {milliseconds:.1f} ms")
+                if weights.generation != before:  # else the hint was of weights it has
+                    said = f"is on generation {weights.generation} after {passes} passes"
+                    say(what=f"{said}; moving took {milliseconds:.1f} ms")
         say(what=f"{passes} passes, {mixtures} of them with a mixture", mixtures=mixtures)
 
 
