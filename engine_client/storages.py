@@ -195,14 +195,15 @@ class SlabStorages:
         return self._key in _mapped
 
     def _exportable(self) -> Tensor:
-        if self._whole is None:
+        whole = self._whole  # once: a handler may close this
+        if whole is None:
             raise UsageError("these weights have been released: acquire them again")
         if os.getpid() != self._pid:
             raise UsageError(
                 "these weights were mapped before a fork and are not mapped in this child process: "
                 "acquire them in the child"
             )
-        return self._whole
+        return whole
 
 
 def torch_device(platform: str, index: int = 0) -> torch.device:

@@ -37,6 +37,13 @@ _CLOSE_SECONDS = 1.0
 """How long a client that closes waits for another thread that is using its weights."""
 
 
+class _Use:
+    """Something in this thread that needs the weights mapped, as long as its frame lives."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+
 class WeightSet(Mapping[str, "torch.Tensor"]):
     """Weights mapped read-only from the broker's one copy.
 
@@ -70,7 +77,8 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         self._lock = threading.RLock()
         self._slab: SlabTensors | None = None
         self._released = False
-        self._is_changing = False  # only its own thread, in a signal's handler, finds it true
+        self._use: weakref.ref[_Use] | None = None  # dead once an interrupt has ended that use
+        self._is_unwanted = False  # let go of in a handler that has interrupted such a use
         self._offsets: dict[str, tuple[int, int]] | None = None
         # Without tensors nothing else keeps the mapping; with them they take it over.
         self._finalizer = weakref.finalize(self, lease.end)
@@ -111,15 +119,17 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
             KeyError: there is no such tensor.
             UsageError: released.
         """
-        self._check_readable()
-        if self._offsets is None:
-            self._offsets = dict(_extents(self.manifest))
-        return self._lease.memory(*self._offsets[name])
+        with self._changing():
+            self._check_readable()
+            if self._offsets is None:
+                self._offsets = dict(_extents(self.manifest))
+            return self._lease.memory(*self._offsets[name])
 
     def slab_memory(self) -> memoryview:
         """All bytes of the slab, padding included, read-only; as `memory`."""
-        self._check_readable()
-        return self._lease.whole_slab()
+        with self._changing():
+            self._check_readable()
+            return self._lease.whole_slab()
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """A copy of bytes of the slab in host memory, from any device. Needs no torch. Blocks.
@@ -128,13 +138,14 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
             UsageError: released or asleep, or there are no such bytes.
             InternalError: the device failed.
         """
-        self._check_held()
         if not (isinstance(offset, int) and isinstance(nbytes, int)):
             raise UsageError(
                 f"read: offset and size must be whole numbers, not {said_of(offset)} and "
                 f"{said_of(nbytes)}"
             )
-        return self._lease.read(offset, nbytes)
+        with self._changing():
+            self._check_held()
+            return self._lease.read(offset, nbytes)
 
     def _check_readable(self) -> None:
         self._check_held()
@@ -277,6 +288,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         from engine_client.sleeping import put_to_sleep
 
         self._lease.check_process()  # a forked child may find the lock held for ever
+        self._check_idle("sleep")
         with self._changing():
             self._check_process_and_lease()
             if not self._lease.is_asleep:
@@ -296,6 +308,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
             UsageError: released.
         """
         self._lease.check_process()  # a forked child may find the lock held for ever
+        self._check_idle("wake")
         with self._changing():
             self._check_process_and_lease()
             if self._lease.is_asleep:
@@ -322,6 +335,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
                 child: the lease is its parent's.
         """
         self._lease.check_process()
+        self._check_idle("release")
         with self._lock:
             if self._released:
                 return
@@ -338,8 +352,11 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
 
     def let_go(self) -> None:
         """Give the lease back as soon as the last tensor dies, which may be now. Idempotent."""
+        is_in_use = self._is_in_use()
         with self._lock:
-            if not self._released:
+            if is_in_use:
+                self._is_unwanted = True
+            elif not self._released:
                 self._let_go()
 
     def release_unused(self) -> None:
@@ -348,10 +365,10 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         Never raises, and waits no longer than a moment: the other thread may be waiting for what
         this one was doing when a signal's handler closed the client.
         """
-        if not self._lock.acquire(timeout=_CLOSE_SECONDS):
+        if self._is_in_use() or not self._lock.acquire(timeout=_CLOSE_SECONDS):
             return
         try:
-            if not (self._is_changing or self._released or self.live_tensors()):
+            if not (self._released or self.live_tensors()):
                 self._let_go()
         finally:
             self._lock.release()
@@ -366,11 +383,10 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
 
     def _tensors(self) -> SlabTensors:
         self._lease.check_process()
-        with self._lock:
+        with self._changing():
             self._check_held()
             if self._slab is None:
-                with self._changing():
-                    self._slab = self._taken_over()
+                self._slab = self._taken_over()
             return self._slab
 
     def _taken_over(self) -> SlabTensors:
@@ -394,12 +410,28 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """Under the lock, and nothing is given back meanwhile by a handler in this very thread."""
+        use, before = _Use(), self._use
         with self._lock:
-            before, self._is_changing = self._is_changing, True
             try:
+                self._use = weakref.ref(use)
                 yield
             finally:
-                self._is_changing = before
+                self._use = before
+                if self._is_unwanted:
+                    self.let_go()
+
+    def _is_in_use(self) -> bool:
+        """Whether this is a signal's handler that has interrupted a use of these weights."""
+        use = None if self._use is None else self._use()
+        return use is not None and use.thread == threading.get_ident()
+
+    def _check_idle(self, call: str) -> None:
+        """Raise `UsageError` in a handler that has interrupted another use of these weights."""
+        if self._is_in_use():
+            raise UsageError(
+                f"{call}: these weights are in use by what this signal's handler has interrupted; "
+                "do it when the handler has returned"
+            )
 
     def _check_held(self) -> None:
         self._check_process_and_lease()

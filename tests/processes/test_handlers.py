@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from broker.errors import BrokerError, Busy
+from broker.errors import BrokerError, Busy, UsageError
 from broker.limits import DEFAULTS
 from engine_client import Checkpoint, EngineClient, WeightSet
 from engine_client.channel import CLOSE_SECONDS
@@ -88,14 +89,22 @@ def release(_client: EngineClient, weights: WeightSet) -> None:
 
 
 def view(_client: EngineClient, weights: WeightSet) -> None:
-    weights.memory("layer.1.weight").release()
+    bytes(weights.memory("layer.1.weight"))
+
+
+def read(_client: EngineClient, weights: WeightSet) -> None:
+    weights.read(0, 16)
+
+
+def tensor(_client: EngineClient, weights: WeightSet) -> None:
+    weights["layer.1.weight"].sum()
 
 
 def close(client: EngineClient, _weights: WeightSet) -> None:
     client.close()
 
 
-@pytest.mark.parametrize("call", [ping, release, view, close])
+@pytest.mark.parametrize("call", [ping, release, view, read, tensor, close])
 def test_closing_in_the_middle_of_a_call(
     shared_broker: RunningBroker,
     checkpoint: Checkpoint,
@@ -117,6 +126,42 @@ def test_closing_in_the_middle_of_a_call(
 
     assert lines_tried(try_at) > 3
     check_nothing_is_left(shared_broker, slab_mappings)
+
+
+@pytest.mark.parametrize(
+    ("how", "call"),
+    [
+        *itertools.product(("release", "let_go"), (view, read, tensor)),
+        *itertools.product(("sleep", "wake"), (view, read)),  # who touches a sleeping tensor faults
+    ],
+)
+def test_giving_back_in_the_middle_of_a_use(
+    shared_broker: RunningBroker,
+    checkpoint: Checkpoint,
+    slab_mappings: Callable[[], int],
+    how: str,
+    call: Callable[[EngineClient, WeightSet], None],
+) -> None:
+    """A handler does it, or is told that they are in use; what it came into reads on or is told."""
+    client = shared_broker.client()
+
+    def try_at(line: int) -> bool:
+        weights = client.acquire(checkpoint)
+
+        def give_back() -> None:
+            with contextlib.suppress(UsageError):
+                getattr(weights, how)()
+
+        try:
+            reached = at_line(line, give_back, lambda: call(client, weights))
+        except UsageError:
+            reached = True
+        weights.let_go()
+        return reached
+
+    assert lines_tried(try_at) > 3
+    check_nothing_is_left(shared_broker, slab_mappings)
+    client.close()
 
 
 def test_engine_that_closes_at_sigterm(
