@@ -68,8 +68,12 @@ def path_of(given: str | os.PathLike[str], what: str) -> Path:
         path = Path(given)
     except TypeError as error:
         raise UsageError(f"{what} must be a path, not {said_of(given)}") from error
-    if "\0" in str(path):
-        raise UsageError(f"{what} must be a path, and no path has a NUL character in it")
+    try:
+        has_nul = b"\0" in os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{what} must be a path, and none has such letters: {error}") from error
+    if has_nul:
+        raise UsageError(f"{what} must be a path, and none has a NUL character in it")
     return path
 
 

@@ -88,8 +88,24 @@ class Channel:
         listeners: Listeners,
     ) -> None:
         self._connection = connection
-        connection.setblocking(False)
         self._context = zmq.Context()
+        self._wake: Descriptor | None = None
+        try:
+            self._begin(router, on_welcome, listeners)
+        except BaseException:
+            # Else a collection of garbage would, in any thread, and wait for ever for its sockets.
+            self._context.destroy(linger=0)
+            self._wake = None
+            hang_up(connection)
+            raise
+
+    def _begin(
+        self,
+        router: Path,
+        on_welcome: Callable[[wire.Welcome | BrokerError], None],
+        listeners: Listeners,
+    ) -> None:
+        self._connection.setblocking(False)
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.set(zmq.LINGER, 0)
         self._dealer.set(zmq.IMMEDIATE, 1)
@@ -97,9 +113,7 @@ class Channel:
         self._dealer.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         self._monitor = self._dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._dealer.connect(f"ipc://{router}")
-        self._wake: Descriptor | None = owned(
-            partial(os.eventfd, 0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        )
+        self._wake = owned(partial(os.eventfd, 0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         self._has_left = threading.Lock()  # held from the first `leave` on
         self._ids = itertools.count(1)
         self._calls: dict[bytes, Call] = {}

@@ -40,8 +40,8 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         try:
-            os.fspath(self.path)
-        except TypeError as error:
+            os.fsencode(self.path)
+        except (TypeError, UnicodeEncodeError) as error:
             raise UsageError(f"Checkpoint: the path cannot be one: {error}") from error
         check_text(self.name, "Checkpoint: name")
         if not isinstance(self.exceptions, Mapping):

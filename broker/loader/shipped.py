@@ -40,6 +40,9 @@ def run_shipped(claim: HeldClaim, device: Device, work: ShippedWork, descriptor:
             f"what the loader {work.description} returned cannot be published: {error.sentence}",
             reason="loader-returned",
         ) from error
+    except Exception as error:
+        how = "returned what raised when it was looked at:"
+        raise _failed(work, how, "loader-returned", error) from error
     with claim.reserve(publication.manifest, publication.dtype) as (slab, nbytes):
         write_publication(publication, device, slab, nbytes)
     claim.seal()

@@ -354,7 +354,8 @@ def test_observers_of_nothing(live_broker: RunningBroker, make: Callable[..., ob
     for arguments, sentence in (
         ((5,), "broker must be text, not the int 5"),
         (("default", 5), "directory must be a path, not the int 5"),
-        (("default", "a\0b"), "directory must be a path, and no path has a NUL"),
+        (("default", "a\0b"), "directory must be a path, and none has a NUL"),
+        (("default", "\ud800"), "directory must be a path, and none has such letters"),
     ):
         with pytest.raises(UsageError, match=sentence):
             make(*arguments)

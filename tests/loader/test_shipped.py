@@ -7,7 +7,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 import pytest
@@ -102,6 +102,21 @@ def test_what_cannot_be_published(loader: Callable[[], object], sentence: str) -
     """Something else than a module or tensors with values: the sentence says what it was."""
     error = refused(loader)
     said = f"what the loader m.load returned cannot be published: {sentence}"
+    assert (error.sentence, error.reason) == (said, "loader-returned")
+
+
+class Odd(dict[str, torch.Tensor]):
+    def __getitem__(self, name: str) -> torch.Tensor:
+        raise RuntimeError("not today")
+
+    def items(self) -> NoReturn:
+        raise RuntimeError("not today")
+
+
+def test_what_raises_when_it_is_looked_at() -> None:
+    """A mapping of its own kind is code of theirs, too."""
+    error = refused(lambda: Odd(a=torch.ones(1)))
+    said = "the loader m.load returned what raised when it was looked at: RuntimeError: not today"
     assert (error.sentence, error.reason) == (said, "loader-returned")
 
 

@@ -1,11 +1,17 @@
-"""An engine that may open few files: it is told so before libzmq would end it."""
+"""An engine that may open few files, or start few threads: it is told so before libzmq would end
+it."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from broker.checkpoints.faults import system_refused
+from broker.errors import UsageError
 from tests.support.processes import RunningBroker
 
 CLIENT_NEEDS = 16
@@ -68,3 +74,36 @@ def test_checkpoint_that_the_limit_keeps_closed() -> None:
     error = system_refused(OSError(24, "Too many open files"), "model", "opening")
     assert "limit of open files" in error.sentence
     assert "file system" not in error.sentence
+
+
+def no_thread(*_arguments: object) -> int:
+    raise RuntimeError("can't start new thread")
+
+
+def opened() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_too_few_threads_for_a_client(
+    shared_broker: RunningBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sentence, before anything is opened."""
+    monkeypatch.setattr("engine_client.room._thread.start_new_thread", no_thread)
+    before = opened()
+    with pytest.raises(UsageError, match="a client needs 6 threads, and this process or its user"):
+        shared_broker.client()
+    assert opened() == before
+
+
+def test_client_whose_own_thread_does_not_start(
+    shared_broker: RunningBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had opened is closed at once: a collection of garbage would wait for ever."""
+    gc.collect()
+    before = opened()
+    with monkeypatch.context() as patch:
+        patch.setattr("engine_client.channel.threading.Thread.start", no_thread)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            shared_broker.client()
+        assert opened() <= before
+    gc.collect()

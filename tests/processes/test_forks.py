@@ -165,3 +165,20 @@ def _serve_in_child(client: EngineClient, broker: RunningBroker, checkpoint: Che
         assert weights.read(0, 4)
         assert own.ping()
     return 0
+
+
+def test_by_a_handler_that_came_into_a_closed_moment(shared_broker: RunningBroker) -> None:
+    """The child makes a client of its own, though nobody goes on where the handler came."""
+    with no_fork, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that this process has threads
+        child = os.fork()
+        if child == 0:
+            signal.alarm(round(SECONDS * SCALE))
+            try:
+                shared_broker.client().close()
+            except BaseException:  # noqa: BLE001 - the child must not run on in the tests
+                os._exit(1)
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    with no_fork:  # and here it is as it was
+        pass
