@@ -287,7 +287,6 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
         """
         from engine_client.sleeping import put_to_sleep
 
-        self._lease.check_process()  # a forked child may find the lock held for ever
         self._check_idle("sleep")
         with self._changing():
             self._check_process_and_lease()
@@ -307,7 +306,6 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
                 and to be woken later.
             UsageError: released.
         """
-        self._lease.check_process()  # a forked child may find the lock held for ever
         self._check_idle("wake")
         with self._changing():
             self._check_process_and_lease()
@@ -382,7 +380,6 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
             self._finalizer.detach()
 
     def _tensors(self) -> SlabTensors:
-        self._lease.check_process()
         with self._changing():
             self._check_held()
             if self._slab is None:
@@ -410,6 +407,7 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """Under the lock, and nothing is given back meanwhile by a handler in this very thread."""
+        self._lease.check_process()  # a forked child may find the lock held for ever
         use, before = _Use(), self._use
         with self._lock:
             try:
