@@ -52,6 +52,11 @@ LONGEST = ("test_examples.py", "test_keeper.py", "test_faults.py", "test_one_loa
 """Files that run first, so that no worker is left alone with one of them at the end."""
 
 
+SELDOM = (20_000, 20, 20)
+"""When garbage is looked for while tests run: models make objects by the ten thousand, and tests
+that need a collection ask for it."""
+
+
 def pytest_configure() -> None:
     """Compile once what hundreds of processes import, whether or not they may write it down."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -72,6 +77,7 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.collect()
         gc.freeze()
+        gc.set_threshold(*SELDOM)
         gc.enable()
 
 
