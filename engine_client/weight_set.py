@@ -380,6 +380,9 @@ class WeightSet(Mapping[str, "torch.Tensor"]):
             self._finalizer.detach()
 
     def _tensors(self) -> SlabTensors:
+        if self._slab is not None:  # it never goes again, and refuses by itself once it is closed
+            self._check_held()
+            return self._slab
         with self._changing():
             self._check_held()
             if self._slab is None:

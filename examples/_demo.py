@@ -157,6 +157,7 @@ class Process:
         self.process.start()
         self.started.append(self)
         theirs.close()
+        self.go()  # and not before it is known here: Ctrl-C may have come into its start
 
     def hear(self) -> dict[str, Any]:
         """Wait for what it says next with `say`."""
@@ -171,8 +172,9 @@ class Process:
         return facts
 
     def go(self) -> None:
-        """Let it do the next step: it waits for that."""
-        self._link.send(None)
+        """Let it do the next step: it waits for that. If it has ended, `hear` says so."""
+        with suppress(ConnectionError):
+            self._link.send(None)
 
     def end(self) -> None:
         """Let it end by itself, which it does when it waits for the next step."""
@@ -194,6 +196,7 @@ def _begin(link: Connection, work: Callable[..., None], arguments: tuple[Any, ..
     global _parent
     _parent = link
     with suppress(EOFError, ConnectionError):  # nobody has a next step for it
+        wait_to_go()
         run_main(partial(work, *arguments))
 
 

@@ -28,9 +28,10 @@ WAIT_SECONDS = 20.0
 DROPPED = "a client that is dropped"
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Checkpoint:
-    return Checkpoint(small_checkpoint(tmp_path / "checkpoint"))
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """The same for all tests: the broker that they share loads it once."""
+    return Checkpoint(small_checkpoint(tmp_path_factory.mktemp("checkpoint")))
 
 
 # --- the broker's own weight --------------------------------------------------------------------
