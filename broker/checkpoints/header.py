@@ -25,7 +25,7 @@ from blake3 import blake3
 from broker.checkpoints.faults import load_failed, quoted, system_refused
 from broker.checkpoints.header_json import Entry, decode_header
 from broker.errors import LoadFailed
-from broker.weights import INT64_MAX
+from broker.weights import INT64_MAX, is_countable
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -260,7 +260,7 @@ def _shape_fault(shape: tuple[int, ...], bits: int) -> tuple[str, str] | None:
         return "bad_shape", f"has {len(shape)} dimensions, torch takes {MAX_DIMENSIONS}; {cure}"
     if any(n < 0 or n > INT64_MAX for n in shape):
         return "bad_shape", f"has a dimension that is negative or above 2**63 - 1; {cure}"
-    if 0 in shape and prod(n or 1 for n in shape) > INT64_MAX:
+    if 0 in shape and not is_countable(shape, 1):
         return "bad_shape", f"is empty, but its other dimensions exceed 2**63 - 1; {cure}"
     if bits < 8 and (not shape or shape[-1] * bits % 8):
         return "subbyte_shape", f"packs {bits}-bit elements into rows of no whole bytes; {cure}"

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from engine_client import Checkpoint
 from tests.support.clock import eventually
 from tests.support.nursery import BornEngine, Nursery
 from tests.support.processes import Engine, RunningBroker, processes_of
+from tests.support.stored import small_checkpoint
 
 
 @contextmanager
@@ -87,6 +89,13 @@ def shared_broker() -> Iterator[RunningBroker]:
     """One broker for all tests of a file: each finds it as the ones before have left it."""
     with private_directory() as directory, brokers(directory) as start:
         yield start()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """One checkpoint for all tests of a file that have none of their own: their shared broker loads
+    it once."""
+    return Checkpoint(small_checkpoint(tmp_path_factory.mktemp("checkpoint")))
 
 
 @pytest.fixture

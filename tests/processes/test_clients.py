@@ -28,12 +28,6 @@ WAIT_SECONDS = 20.0
 DROPPED = "a client that is dropped"
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """The same for all tests: the broker that they share loads it once."""
-    return Checkpoint(small_checkpoint(tmp_path_factory.mktemp("checkpoint")))
-
-
 # --- the broker's own weight --------------------------------------------------------------------
 
 

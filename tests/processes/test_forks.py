@@ -21,7 +21,6 @@ from broker.forking import no_fork
 from engine_client import Checkpoint, EngineClient, lease, session
 from tests.support.clock import SCALE, eventually
 from tests.support.processes import RIGHT_SECONDS, RunningBroker
-from tests.support.stored import small_checkpoint
 
 SECONDS = 10.0
 
@@ -72,12 +71,6 @@ class Stop:
             yield finish
         finally:
             finish()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """The same for all tests: the broker that they share loads it once."""
-    return Checkpoint(small_checkpoint(tmp_path_factory.mktemp("checkpoint")))
 
 
 def opened(pid: int) -> Counter[str]:

@@ -23,7 +23,6 @@ from engine_client.channel import CLOSE_SECONDS
 from tests.support.clock import SCALE, eventually
 from tests.support.moments import at_line
 from tests.support.processes import RunningBroker
-from tests.support.stored import small_checkpoint
 
 HANG_SECONDS = 3.0
 
@@ -39,12 +38,6 @@ print("ready", flush=True)
 while True:
     client.acquire(Checkpoint(sys.argv[2])).release()
 """
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    """The same for all tests: the broker that they share loads it once."""
-    return Checkpoint(small_checkpoint(tmp_path_factory.mktemp("checkpoint")))
 
 
 def check_nothing_is_left(broker: RunningBroker, slab_mappings: Callable[[], int]) -> None:

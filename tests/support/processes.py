@@ -71,6 +71,29 @@ class Lines:
         return line
 
 
+def _started(
+    module: str,
+    *arguments: str,
+    within: Sequence[str] = (),
+    cold: bool = False,
+    environ: Mapping[str, str] | None = None,
+    has_input: bool = False,
+    stderr: int = 2,
+) -> subprocess.Popen[str] | WarmProcess:
+    """`python -m MODULE ARGUMENTS`, forked unless it is to be cold or within another command."""
+    if not (cold or within):
+        return WarmProcess(module, *arguments, environ=environ, has_input=has_input, stderr=stderr)
+    return subprocess.Popen(
+        [*within, sys.executable, "-m", module, *arguments],
+        stdin=subprocess.PIPE if has_input else None,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        cwd=ROOT,
+        env=environ,
+        text=True,
+    )
+
+
 class RunningBroker:
     """`weight-broker serve` with processes of its own, on the simulated device by default.
 
@@ -101,20 +124,14 @@ class RunningBroker:
             "WEIGHT_BROKER_TEST_LOADER": str(self._loader_order),
             **(environ or {}),
         }
-        self.process: subprocess.Popen[str] | WarmProcess
-        if cold or environ or within:
-            self.process = subprocess.Popen(
-                [*within, sys.executable, "-m", "broker", *arguments],
-                stdout=subprocess.PIPE,
-                stderr=self._log_file,
-                cwd=ROOT,
-                env=environment,
-                text=True,
-            )
-        else:
-            self.process = WarmProcess(
-                "broker", *arguments, environ=environment, stderr=self._log_file.fileno()
-            )
+        self.process = _started(
+            "broker",
+            *arguments,
+            within=within,
+            cold=cold or bool(environ),
+            environ=environment,
+            stderr=self._log_file.fileno(),
+        )
         assert self.process.stdout is not None
         self._lines = Lines(self.process.stdout)
         try:
@@ -269,17 +286,7 @@ class Engine(Closeable):
         directory: Path | None = None,
     ) -> None:
         arguments = (str(directory or broker.directory), *options)
-        self.process: subprocess.Popen[str] | WarmProcess
-        if within:
-            self.process = subprocess.Popen(
-                [*within, sys.executable, "-m", "tests.support.engine", *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                cwd=ROOT,
-                text=True,
-            )
-        else:
-            self.process = WarmProcess("tests.support.engine", *arguments, has_input=True)
+        self.process = _started("tests.support.engine", *arguments, within=within, has_input=True)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self._input = self.process.stdin
